@@ -6,7 +6,7 @@ app, and a worker gets `PREPARATIONS` and `STEPS` if its app locks tasks. Elsewh
 connect anything, on demand:
 - `operate/metrics.py`: receivers of the public signals, if `redlock_metrics` is set.
 - `operate/tracing.py`: receivers of the public signals, if the process has imported OpenTelemetry.
-- `lock/client.py`, `tasks/children/forks.py`: fork hooks of the operating system's, not Celery's.
+- `lock/client.py`, `tasks/children/reaper.py`: fork hooks of the operating system's, not Celery's.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from celery_redlock.lock.engine.events import Events
 from celery_redlock.operate import control, lints, metrics, tracing
 from celery_redlock.tasks import per_app, startup, task, wrapping
 from celery_redlock.tasks.body import notify_bodies
-from celery_redlock.tasks.children import forks, reaper
+from celery_redlock.tasks.children import reaper
 from celery_redlock.tasks.delivery.route import RecordQueueNames
-from celery_redlock.tasks.execution import run, untried
+from celery_redlock.tasks.execution import outcomes, run
 from celery_redlock.tasks.unique import claim, send
 from celery_redlock.tasks.waiting import room
 
@@ -54,7 +54,7 @@ STEPS: tuple[tuple[str, type[Any]], ...] = (
 # a worker's main process, before its pool is made; in this order
 PREPARATIONS: tuple[Callable[..., object], ...] = (
     per_app.note_worker,
-    forks.expect_children,
+    reaper.expect_children,
     metrics.prepare_metrics,
     wrapping.keep_tracebacks,  # not of prefork alone
 )
@@ -69,7 +69,7 @@ RECEIVERS = (
     Receiver(celery_signals.worker_shutdown, reaper.stop_watching),
     Receiver(celery_signals.worker_shutdown, metrics.close_metrics),
     # the same, for each message
-    Receiver(celery_signals.task_received, untried.defer_untried),  # before `admit_received`
+    Receiver(celery_signals.task_received, outcomes.defer_untried),  # before `admit_received`
     Receiver(celery_signals.task_received, room.admit_received),
     Receiver(celery_signals.task_received, claim.note_claim),
     Receiver(celery_signals.task_received, startup.warn_if_unlocked),

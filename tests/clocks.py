@@ -72,7 +72,6 @@ class WallClock:
         self.environment = {"LD_PRELOAD": str(library), "CLOCK_AHEAD": str(self._ahead)}
 
     def server(self) -> Path:
-        """Return a program that is a node's server, and goes by this clock."""
         server, binary = EmbeddedNode().command[0], self._folder / "server"
         environment = " ".join(f'{name}="{value}"' for name, value in self.environment.items())
         binary.write_text(f'#!/bin/sh\nexec env {environment} "{server}" "$@"\n')

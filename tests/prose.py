@@ -84,7 +84,6 @@ def _plain(text: str) -> str:
 
 
 def mean_words(page: Path) -> float:
-    """Return the mean length of the sentences of a page in words, 0 for a page without any."""
     lengths = [sentence.words for sentence in sentences(page)]
     return sum(lengths) / len(lengths) if lengths else 0.0
 

@@ -17,7 +17,6 @@ ROOT = Path(__file__).parent.parent
 
 @pytest.fixture(scope="module")
 def stored() -> dict[str, Any]:
-    """Give the figures of the run that is stored."""
     figures: dict[str, Any] = json.loads(STORED.read_text(encoding="utf-8"))
     return figures
 

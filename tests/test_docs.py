@@ -28,8 +28,8 @@ from sphinx.search.en import SearchEnglish
 
 from celery_redlock.operate.cli.group import redlock as redlock_command
 from celery_redlock.operate.metrics import Metrics
+from tests.browser import browser
 from tests.conftest import Nodes, made_once
-from tests.integration.flower.browser import browser
 from tests.integration.test_how_to import GUIDES
 from tests.pages import PAGES, ROOT, SITE, Block, blocks, name_of, on_servers
 

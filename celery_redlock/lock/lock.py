@@ -64,7 +64,7 @@ class Lock:
     @property
     def held(self) -> bool:
         """Whether the lock is held now, computed locally, without network I/O."""
-        acquisitions, now = self._acquisitions(), self._clock.now()
+        acquisitions, now = acquisitions_of(self), self._clock.now()
         for one in acquisitions:  # no generator: asked around each body
             if not one.held(now):
                 return False
@@ -74,7 +74,7 @@ class Lock:
     def remaining(self) -> float:
         """Seconds of validity left without a renewal; 0.0 once the lock is lost or released."""
         now = self._clock.now()
-        return min((one.remaining(now) for one in self._acquisitions()), default=0.0)
+        return min((one.remaining(now) for one in acquisitions_of(self)), default=0.0)
 
     @property
     def fencing_token(self) -> int:
@@ -85,7 +85,7 @@ class Lock:
         """
         if not self._options.fencing:
             raise RedlockError(f"{self.resource!r} has no fencing token: take it with fencing=True")
-        acquisitions = self._acquisitions()
+        acquisitions = acquisitions_of(self)
         if not acquisitions:
             raise RedlockError(f"{self.resource!r} is not acquired, so it has no fencing token yet")
         return max(one.fencing_token for one in acquisitions)
@@ -143,7 +143,8 @@ class Lock:
             attempts = Attempts(session, options, self._keys, hold)
             await attempts.run_async(timeout, runner)
         except BaseException:  # also a cancellation, or the end of the loop
-            self._forget(hold)
+            if hold in self._holds:  # otherwise an exception interrupted `_enter`
+                self._holds.remove(hold)
             runner.then(lambda: session.releaser.release_hold(hold, anywhere=True))
             raise
         self._last = hold
@@ -155,10 +156,6 @@ class Lock:
         self._holds.append(hold)
         self._check_owner(hold.owner)  # again: another thread may have been first
 
-    def _forget(self, hold: Hold) -> None:
-        if hold in self._holds:  # otherwise an exception interrupted `_enter`
-            self._holds.remove(hold)
-
     def extend(self) -> None:
         """Renew the lease now.
 
@@ -167,7 +164,7 @@ class Lock:
         """
         self._check_owner(self._session.current_owner())
         self.ensure()
-        reached = self._session.renewer.renew(self._acquisitions())
+        reached = self._session.renewer.renew(acquisitions_of(self))
         self.ensure()
         if not reached:
             nodes = self._session.nodes
@@ -180,11 +177,13 @@ class Lock:
         Does nothing if the lock is released already. Logs a warning if the lock was lost. Raises
         RedlockError if the lock was never acquired, or belongs to another owner.
         """
-        last = self._holds[-1:]  # without a call, so that no asynchronous exception is raised here
+        # without a call, so that no asynchronous exception is raised before `try`
+        if self._last is None:
+            raise RedlockError(f"{self.resource!r} was never acquired: call acquire() first")
+        last = self._holds[-1:]
         held: list[Acquisition] = []
         lost: list[Acquisition] = []
         try:
-            self._check_acquired()
             hold = last[0] if last else None
             owner = self._session.current_owner()
             if hold is None or hold.owner[0] != owner[0] or not hold.acquisitions:
@@ -226,7 +225,8 @@ class Lock:
             releaser.release_hold(hold)  # again: the exception may have come before the write
             raise
         finally:
-            self._forget(hold)
+            if hold in self._holds:  # otherwise an exception interrupted `_enter`
+                self._holds.remove(hold)
 
     @uninterruptible
     def _release_holds(self, holds: Sequence[Hold]) -> None:
@@ -234,10 +234,6 @@ class Lock:
         for hold in holds:
             if hold in self._holds and hold.owner[0] == os.getpid():
                 self._release_hold(hold)
-
-    def _check_acquired(self) -> None:
-        if self._last is None:
-            raise RedlockError(f"{self.resource!r} was never acquired: call acquire() first")
 
     def __enter__(self) -> Lock:
         return self.acquire()
@@ -268,17 +264,10 @@ class Lock:
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.resource!r} {'held' if self.held else 'not held'}>"
 
-    def _acquisitions(self) -> list[Acquisition]:
-        """Return what the last acquire relies on; in a forked child, nothing."""
-        holds = self._holds
-        if not holds or holds[0].owner[0] != os.getpid():
-            return []
-        return holds[-1].acquisitions
-
     def _why(self) -> str:
         if self._last is None:
             return NEVER_ACQUIRED
-        acquisitions = self._acquisitions()
+        acquisitions = acquisitions_of(self)
         if not acquisitions:
             return HELD_BY_PARENT if self._holds else RELEASED
         now = self._clock.now()
@@ -308,7 +297,8 @@ def release_all(lock: Lock, *, ended: bool = False) -> None:
     if ended and last is not None:
         own = [one for one in last.acquisitions if one.options is lock._options]
         for acquisition in own:  # not outer acquisitions, whose runs have not ended
-            session.mark_ended(acquisition)
+            if acquisition.ended_at is None:
+                acquisition.ended_at = session.clock.now()
             if last not in lock._holds:
                 session.releaser.release(acquisition, publish=False)
     while lock._holds:
@@ -319,8 +309,11 @@ def release_all(lock: Lock, *, ended: bool = False) -> None:
 
 
 def acquisitions_of(lock: Lock) -> list[Acquisition]:
-    """Return what a lock relies on now: its own acquisition, and outer ones."""
-    return lock._acquisitions()
+    """Return what the last acquire relies on; in a forked child, nothing."""
+    holds = lock._holds
+    if not holds or holds[0].owner[0] != os.getpid():
+        return []
+    return holds[-1].acquisitions
 
 
 def loss_of(lock: Lock) -> LockLost | None:

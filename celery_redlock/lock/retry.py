@@ -40,7 +40,7 @@ Moves = Generator[Move, Any, Failure | None]
 class Attempts:
     """The tries of one acquire. They leave out resources that the owner holds already."""
 
-    __slots__ = ("_clock", "_hold", "_keys", "_options", "_outer", "_session", "_started")
+    __slots__ = ("_clock", "_hold", "_keys", "_options", "_outer", "_session", "_started", "_try")
 
     def __init__(
         self, session: Session, options: LockOptions, keys: Sequence[LockKey], hold: Hold
@@ -54,6 +54,7 @@ class Attempts:
         if flow.held:
             self._outer = hold.add_outer(options, self._started)
             self._keys = [key for key in keys if key.resource not in self._outer]
+        self._try = functools.partial(session.acquirer.try_acquire, hold, options, self._keys)
 
     def run(self, timeout: float) -> None:
         """Acquire, and try again for up to `timeout` seconds.
@@ -116,10 +117,6 @@ class Attempts:
         for acquisition in self._outer.values():
             if not acquisition.held(now):
                 raise LockLost(acquisition.resource, acquisition.reason)
-
-    def _try(self) -> Failure | None:
-        """Try once; return None on success, else the failure."""
-        return self._session.acquirer.try_acquire(self._hold, self._options, self._keys)
 
     # the rules
 

@@ -101,12 +101,13 @@ def check_resources(level: str, resources: object) -> tuple[str, ...]:
     if isinstance(named, str) or not isinstance(named, Iterable) or isinstance(named, bytes):
         named = (named,)
     found = list(named)
-    if not found or not all(isinstance(name, str) and name for name in found):
-        hint = "must be a text, or a list of texts, none of them empty"
-        raise SettingsError(level, "resource", repr(resources), hint)
-    if any(map(is_too_long, found)):
-        hint = f"a resource has at most {MOST_BYTES} bytes: use a digest of a longer name"
-        raise SettingsError(level, "resource", repr(resources), hint)
+    for name in found or [""]:
+        if not isinstance(name, str) or not name:
+            hint = "must be a text, or a list of texts, none of them empty"
+            raise SettingsError(level, "resource", repr(resources), hint)
+        if is_too_long(name):
+            hint = f"a resource has at most {MOST_BYTES} bytes: use a digest of a longer name"
+            raise SettingsError(level, "resource", repr(resources), hint)
     return in_order(found)
 
 

@@ -37,7 +37,7 @@ from celery_redlock.tasks.task import LockedTask
 
 logger = logging.getLogger(__name__)
 
-ERROR, WARNING, ADVICE = "error", "warning", "advice"
+LEVELS = ERROR, WARNING, ADVICE = "error", "warning", "advice"
 DEFAULT_PREFETCH = 4  # Celery's default of worker_prefetch_multiplier
 _NAMED = 5  # the most tasks that one lint names
 _reported: weakref.WeakSet[Any] = weakref.WeakSet()  # apps whose worker has logged its lints
@@ -47,8 +47,8 @@ _reported: weakref.WeakSet[Any] = weakref.WeakSet()  # apps whose worker has log
 class Lint:
     """One thing that is wrong with the settings, or could be better.
 
-    level: "error", "warning" or "advice". setting, value: what is set, and where. hint: the
-    consequence, and what to do.
+    level: one of `LEVELS`. setting, value: what is set, and where. hint: the consequence, and what
+    to do.
     """
 
     level: str
@@ -70,10 +70,7 @@ class TaskInQueue:
 
 
 def refuse_errors(app: Any) -> None:
-    """Raise SettingsError for the first error in the names of `redlock_queues`.
-
-    Without locked tasks the setting is not looked at.
-    """
+    """Raise SettingsError for the first error in `redlock_queues` if the app has locked tasks."""
     patterns, conf = app.conf.get("redlock_queues"), app.conf
     if isinstance(patterns, Mapping) and locks_tasks(app):
         for one in _unknown_queues(map(str, patterns), declared_queues(conf), conf):
@@ -87,10 +84,8 @@ def report_lints(sender: Any = None, **_: Any) -> None:
     if app in _reported:
         return
     _reported.add(app)
-    if not locked_tasks(app):
-        return
     try:
-        if not settings_of(app).nodes:
+        if not (locked_tasks(app) and settings_of(app).nodes):
             return
         found, unset = lint(app), left_open(app)
     except SettingsError:
@@ -109,8 +104,7 @@ def lint(app: Any) -> tuple[Lint, ...]:
 
     Raises SettingsError for a setting that is wrong in itself.
     """
-    levels = (ERROR, WARNING, ADVICE)
-    return tuple(sorted(dict.fromkeys(_all(app)), key=lambda one: levels.index(one.level)))
+    return tuple(sorted(dict.fromkeys(_all(app)), key=lambda one: LEVELS.index(one.level)))
 
 
 def left_open(app: Any) -> tuple[Lint, ...]:
@@ -143,13 +137,11 @@ def left_open(app: Any) -> tuple[Lint, ...]:
 
 def _is_unbounded(task: LockedTask) -> bool:
     """Return whether neither an option nor a time limit ends a body, or the wait for its lock."""
-    if _time_limit(task) is not None:
-        return False
     try:
-        options = config_of(task).effective_options(_queue_of(task))
+        options = config_of(task).options_for(_queue_of(task))
     except SettingsError:  # `lint` tells of it
         return False
-    return options["max_wait"].value is None and options["max_hold"].value is None
+    return {_time_limit(task), options.max_wait, options.max_hold} == {None}
 
 
 def _all(app: Any) -> Iterator[Lint]:
@@ -158,7 +150,10 @@ def _all(app: Any) -> Iterator[Lint]:
     yield from _bounded_queues(app)
     yield from _entries(app)
     yield from _prefixes(app)
-    yield from _metrics(app)
+    metrics = settings_of(app).metrics
+    if metrics is not None and find_spec("prometheus_client") is None:
+        hint = "this worker serves no metrics: run pip install 'celery_redlock[metrics]'"
+        yield Lint(WARNING, "app: redlock_metrics", repr(metrics[1]), hint)
     tasks = []
     for task in _locking(app):
         config, queue = config_of(task), _queue_of(task)
@@ -175,9 +170,11 @@ def _all(app: Any) -> Iterator[Lint]:
             tasks.append(TaskInQueue(task, queue, options))
     for one in tasks:
         yield from _names_as_templates(one)
-        yield from _late_retries(one.task)
-        yield from _fixed_leases(one)
-        yield from _unlocked_fencing(one.options)
+        yield from _times(one)
+        on_unreachable = one.options["on_unreachable"]
+        if on_unreachable.value == "run" and one.options["fencing"].value:
+            hint = "a run without its lock has no fencing token: use 'defer' or 'fail'"
+            yield Lint(WARNING, str(on_unreachable.source), "'run'", hint)
     yield from _shared_limits(tasks)
     yield from _acknowledgement(_locking(app))
     yield from _memory(app, tasks)
@@ -204,14 +201,13 @@ def _time_limit(task: LockedTask) -> float | None:
     conf = task.app.conf
     soft = conf.task_soft_time_limit if task.soft_time_limit is None else task.soft_time_limit
     hard = conf.task_time_limit if task.time_limit is None else task.time_limit
-    limit: float | None = soft if hard is None else hard
-    return limit
+    return soft if hard is None else hard  # type: ignore[no-any-return]
 
 
 def declared_queues(conf: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the names of the queues in the settings, without queues that a send creates."""
-    queues, default = conf.get("task_queues"), str(conf.get("task_default_queue"))
-    return tuple(str(getattr(queue, "name", queue)) for queue in queues or [default])
+    queues = conf.get("task_queues") or [conf.get("task_default_queue")]
+    return tuple(str(getattr(queue, "name", queue)) for queue in queues)
 
 
 def _unknown_queues(patterns: Iterable[str], declared: Sequence[str], conf: Any) -> Iterator[Lint]:
@@ -265,24 +261,22 @@ def _entries(app: Any) -> Iterator[Lint]:
 def _prefixes(app: Any) -> Iterator[Lint]:
     """Give a `global_keyprefix` that keeps deployments apart on a Redis, as lock keys lack it."""
     conf, settings = app.conf, settings_of(app)
-    places = (
-        ("broker_url", conf.broker_write_url or conf.broker_url, "broker_transport_options"),
-        ("result_backend", conf.result_backend, "result_backend_transport_options"),
-    )
-    given = [
-        (name, url, options, str(prefix))
-        for name, url, options in places
-        if (prefix := (conf.get(options) or {}).get("global_keyprefix"))
-    ]
-    if settings.prefix != DEFAULT_PREFIX or not given:
+    if settings.prefix != DEFAULT_PREFIX:
         return
     nodes = {parse_address(node, "app", "nodes").server for node in settings.nodes}
-    shared = [
-        one
-        for one in given
-        if (url := one_redis(one[1])) and parse_address(url, "app", one[0]).server in nodes
-    ]
-    _, _, options, prefix = (shared or given)[0]
+    shared, given = [], []
+    for name, url, options in (
+        ("broker_url", conf.broker_write_url or conf.broker_url, "broker_transport_options"),
+        ("result_backend", conf.result_backend, "result_backend_transport_options"),
+    ):
+        prefix, server = (conf.get(options) or {}).get("global_keyprefix"), one_redis(url)
+        if prefix:
+            given.append((options, str(prefix)))
+        if prefix and server and parse_address(server, "app", name).server in nodes:
+            shared.append(given[-1])
+    if not given:
+        return
+    options, prefix = (shared or given)[0]
     own = f"{prefix.strip(':-_./{}') or 'own'}-{settings.prefix}"
     which = "uses this Redis" if shared else "names these redlock_nodes"
     hint = (
@@ -291,14 +285,6 @@ def _prefixes(app: Any) -> Iterator[Lint]:
     )
     level = WARNING if shared else ADVICE
     yield Lint(level, "app: redlock_prefix", repr(settings.prefix), hint)
-
-
-def _metrics(app: Any) -> Iterator[Lint]:
-    """Give metrics that are to be served without the library that counts them."""
-    address = settings_of(app).metrics
-    if address is not None and find_spec("prometheus_client") is None:
-        hint = "this worker serves no metrics: run pip install 'celery_redlock[metrics]'"
-        yield Lint(WARNING, "app: redlock_metrics", repr(address[1]), hint)
 
 
 def _names_as_templates(one: TaskInQueue) -> Iterator[Lint]:
@@ -314,9 +300,9 @@ def _names_as_templates(one: TaskInQueue) -> Iterator[Lint]:
             yield Lint(WARNING, str(source), repr(text), hint)
 
 
-def _late_retries(task: LockedTask) -> Iterator[Lint]:
-    """Give a delay of automatic retries that is longer than the broker waits."""
-    visibility = visibility_timeout(task.app.conf)
+def _times(one: TaskInQueue) -> Iterator[Lint]:
+    """Give retries that wait for longer than the broker, and leases that end before the body."""
+    task, visibility = one.task, visibility_timeout(one.task.app.conf)
     after = task.default_retry_delay if getattr(task, "autoretry_for", ()) else None
     if visibility is not None and after is not None and after > visibility:
         hint = (
@@ -324,14 +310,10 @@ def _late_retries(task: LockedTask) -> Iterator[Lint]:
             f"{visibility:g} s, is delivered twice: lower it, or raise visibility_timeout"
         )
         yield Lint(WARNING, f"task {task.name!r}: default_retry_delay", f"{after:g}", hint)
-
-
-def _fixed_leases(one: TaskInQueue) -> Iterator[Lint]:
-    """Give fixed leases that may end before the body."""
-    name, ttl, limit = one.task.name, one.options["ttl"].value, _time_limit(one.task)
+    name, ttl, limit = task.name, one.options["ttl"].value, _time_limit(task)
+    source = str(one.options["renew"].source)
     if one.options["renew"].value:
         return
-    source = str(one.options["renew"].source)
     if limit is None:
         hint = (
             f"a body of {name} that runs for longer than ttl={ttl:g} loses its lock, and "
@@ -344,14 +326,6 @@ def _fixed_leases(one: TaskInQueue) -> Iterator[Lint]:
             "the time limit, raise the ttl, or renew"
         )
         yield Lint(WARNING, source, "False", hint)
-
-
-def _unlocked_fencing(options: EffectiveOptions) -> Iterator[Lint]:
-    """Give fencing for runs that may run without a lock, and so without a token."""
-    on_unreachable = options["on_unreachable"]
-    if on_unreachable.value == "run" and options["fencing"].value:
-        hint = "a run without its lock has no fencing token: use 'defer' or 'fail'"
-        yield Lint(WARNING, str(on_unreachable.source), "'run'", hint)
 
 
 def _shared_limits(tasks: Sequence[TaskInQueue]) -> Iterator[Lint]:

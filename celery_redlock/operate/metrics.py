@@ -25,7 +25,7 @@ from billiard.process import current_process
 from celery_redlock import signals
 from celery_redlock.lock.node_status import read_nodes
 from celery_redlock.operate.control import held_locks_of
-from celery_redlock.tasks.children.forks import forks_children
+from celery_redlock.tasks.children.reaper import forks_children
 from celery_redlock.tasks.delivery.delivery import Delivery, LockHeader, utc_now
 from celery_redlock.tasks.per_app import redlock_of, settings_of, time_of_nodes
 from celery_redlock.tasks.startup import locked_tasks
@@ -114,10 +114,7 @@ class Metrics:
 
 
 def _incrementing(counter: Any, *fields: str) -> Callable[..., None]:
-    """Return a receiver that increments a counter for the task that sends the signal.
-
-    fields: of the event, as more labels.
-    """
+    """Return a receiver that counts for the sender's task. fields: of the event, as more labels."""
 
     def increment(sender: Any = None, event: Any = None, **_: Any) -> None:
         counter.labels(_task(sender), *(getattr(event, field) for field in fields)).inc()
@@ -176,10 +173,10 @@ class ValueFactory:
 
     def _process_identifier(self) -> str:
         """Return the part of the file's name that no other live process uses."""
-        index = getattr(current_process(), "index", None)
-        is_own_child = index is not None and os.getppid() == self._main
+        index, process = getattr(current_process(), "index", None), str(os.getpid())
         # the child of a child has its parent's index, but would overwrite its parent's file
-        process = f"child-{index}" if is_own_child else str(os.getpid())
+        if index is not None and os.getppid() == self._main:
+            process = f"child-{index}"
         return f"redlock-{self._main}-{process}"
 
     def __call__(self, kind: str, metric: str, *rest: Any, **named: Any) -> Any:
@@ -206,13 +203,13 @@ class Exporter:
             self.stack.callback(shutil.rmtree, directory, ignore_errors=True)
             self.stack.callback(os.environ.pop, DIRECTORY, None)
             os.environ[DIRECTORY] = directory
-        from prometheus_client import CollectorRegistry, values
+        from prometheus_client import CollectorRegistry, values  # reads the directory
 
-        if self._forks:
+        if forks:
             self.stack.callback(setattr, values, "ValueClass", values.ValueClass)
             values.ValueClass = ValueFactory(values.ValueClass)
         self.registry = CollectorRegistry()
-        self._metrics = Metrics(None if self._forks else self.registry)
+        self._metrics = Metrics(None if forks else self.registry)
         self.stack.callback(self._metrics.close)
 
     def serve(self, consumer: Any) -> None:

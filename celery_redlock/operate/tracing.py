@@ -20,8 +20,6 @@ from celery_redlock.tasks.per_app import time_of_nodes
 
 TRACE, SDK = "opentelemetry.trace", "opentelemetry.sdk.trace"
 _has_sdk = False  # as the last look has seen
-
-
 OUTCOMES = {  # by the signal that tells of it
     signals.lock_acquired: "acquired",
     signals.lock_released: "released",
@@ -31,11 +29,8 @@ OUTCOMES = {  # by the signal that tells of it
 
 
 def may_record() -> bool:
-    """Return whether this process may record spans: by the SDK, or by another tracer provider.
-
-    To import OpenTelemetry's API is not enough: redis-py does so wherever it is installed.
-    """
-    trace = sys.modules.get(TRACE)
+    """Return whether this process may record spans: by the SDK, or by another tracer provider."""
+    trace = sys.modules.get(TRACE)  # that is not enough: redis-py imports it wherever it is
     if trace is None or SDK in sys.modules:
         return trace is not None
     provider = trace.get_tracer_provider()
@@ -43,10 +38,7 @@ def may_record() -> bool:
 
 
 def connect_if_recording() -> None:
-    """Write to spans from now on if this process records spans.
-
-    A second call changes nothing: Celery keeps a receiver once.
-    """
+    """Write to spans from now on if this process records spans; a second call changes nothing."""
     if may_record():
         for signal in OUTCOMES:
             signal.connect(_write_to_span, weak=False)

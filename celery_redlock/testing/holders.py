@@ -54,7 +54,7 @@ def use_nodes(app: Any, nodes: Sequence[Any]) -> Iterator[Redlock]:
     `hold`, `lose` and `assert_released`.
     """
     before = app.conf.get("redlock_nodes")
-    app.conf.redlock_nodes = addresses_of(nodes)
+    app.conf.redlock_nodes = [getattr(node, "url", node) for node in nodes]
     forget(app)
     try:
         with redlock_of(app) as redlock:  # the app makes another one if a worker of it ends
@@ -155,21 +155,12 @@ def describe(lock: LockReport, nodes: int) -> str:
     return f"{holder} {since} on {len(lock.votes)} of {nodes} nodes: {on}"
 
 
-def addresses_of(nodes: Sequence[Any]) -> list[Any]:
-    return [getattr(node, "url", node) for node in nodes]
-
-
 def _other_client(redlock: Redlock) -> Redlock:
     """Return a new `Redlock` over the same nodes: another owner, as another process would be."""
     pools = [node.address.pool for node in redlock.session.nodes.all]
-    return Redlock(
-        [redis.Redis(connection_pool=pool) for pool in pools],
-        prefix=redlock.prefix,
-        node_timeout=redlock.node_timeout,
-        clock_drift=redlock.clock_drift,
-        max_ttl=redlock.max_ttl,
-        restart_guard=redlock.restart_guard,
-    )
+    names = ("prefix", "node_timeout", "clock_drift", "max_ttl", "restart_guard")
+    options = {name: getattr(redlock, name) for name in names}
+    return Redlock([redis.Redis(connection_pool=pool) for pool in pools], **options)
 
 
 @contextlib.contextmanager
@@ -187,7 +178,8 @@ def _redlock_on(on: Any) -> Iterator[Redlock]:
 
 
 def _redlock_over(nodes: Sequence[Any], prefix: str) -> Redlock:
-    return Redlock(addresses_of(nodes), prefix=prefix, node_timeout=2.0)
+    urls = [getattr(node, "url", node) for node in nodes]
+    return Redlock(urls, prefix=prefix, node_timeout=2.0)
 
 
 def _holders_of(lock: LockReport) -> list[tuple[Session, Acquisition]]:

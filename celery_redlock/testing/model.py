@@ -9,6 +9,7 @@ from __future__ import annotations
 import fnmatch
 import functools
 import hashlib
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,8 @@ Scripts = Mapping[bytes, tuple[str, Any]]  # by digest: the name and the Lua fun
 class Engine:
     """The Lua that all servers of one process share, because making one is slow.
 
-    server: the one whose command is run; its subscribers hear what a script publishes.
+    functions: those of server.lua, by name. server: the one whose command is run; its subscribers
+    hear what a script publishes.
     """
 
     server: Any
@@ -50,15 +52,10 @@ class Engine:
                 'pip install "celery_redlock[testing]", or use embedded nodes'
             ) from None
         lua = LuaRuntime(encoding=None, unpack_returned_tuples=True)
-        functions = lua.globals()
-        functions[b"publish"] = lambda channel, message: self.server.publish(channel, message)
-        functions[b"subscribers"] = lambda channel: len(self.server.subscribers(channel))
+        self.functions = lua.globals()
+        self.functions[b"publish"] = lambda channel, message: self.server.publish(channel, message)
+        self.functions[b"subscribers"] = lambda channel: len(self.server.subscribers(channel))
         lua.execute((Path(__file__).parent / "server.lua").read_bytes())
-        self.run: Callable[..., bytes] = functions[b"run"]
-        self.call: Callable[..., bytes | None] = functions[b"call"]
-        self.look: Callable[[Any, int, bytes], tuple[bytes | None, int]] = functions[b"look"]
-        self.copy: Callable[[Any], Any] = functions[b"copy"]
-        self.names: Callable[[Any, int], bytes] = functions[b"names"]
         self.empty: Callable[[], Any] = lua.table
         make = lua.eval(b"function(text) return assert(loadstring(text)) end")
         self.compiled: Callable[[bytes], Any] = functools.lru_cache(maxsize=64)(make)
@@ -101,7 +98,7 @@ class Server:
         self._scripts = scripts
         self._loaded: dict[bytes, tuple[str, Any]] = {}  # by digest, for EVALSHA
         self.ears: dict[Any, set[bytes]] = {}
-        self._engine = engine()
+        self._lua = engine().functions
 
     @property
     def wall_ms(self) -> int:
@@ -123,26 +120,8 @@ class Server:
     def subscribers(self, channel: bytes) -> list[Any]:
         return [ear for ear, channels in self.ears.items() if channel in channels]
 
-    # the keys
-
-    def holder(self, key: bytes) -> bytes | None:
-        return self.look(key)[0]
-
-    def put(self, key: bytes, value: bytes, seconds: float) -> None:
-        """Set a key that expires after this many seconds of the server's clock."""
-        self._call(b"SET", key, value, b"PX", b"%d" % (seconds * 1000))
-
-    def drop(self, key: bytes) -> None:
-        self._call(b"DEL", key)
-
-    def look(self, key: bytes) -> tuple[bytes | None, int]:
-        """Return the value of a key and its PTTL: ms, -1 without expiry, -2 without the key."""
-        return self._engine.look(self.store, self.wall_ms, key)
-
     def keys(self) -> list[bytes]:
-        return self._engine.names(self.store, self.wall_ms).split(b"\n")
-
-    # the commands
+        return [name for name in self._lua[b"names"](self.store, self.wall_ms).split(b"\n") if name]
 
     def execute(self, words: list[bytes]) -> tuple[str, bytes]:
         """Run one command; return the name of its script, "" if it has none, and the reply."""
@@ -162,8 +141,8 @@ class Server:
         return self._scripts.get(digest)
 
     def _run(self, script: tuple[str, Any], words: list[bytes]) -> tuple[str, bytes]:
-        self._engine.server, (name, body) = self, script
-        return name, self._engine.run(body, self.store, self.wall_ms, *words[2:])
+        engine().server, (name, body) = self, script
+        return name, self._lua[b"run"](body, self.store, self.wall_ms, *words[2:])
 
     def _answer(self, verb: bytes, words: list[bytes]) -> bytes:
         if verb == b"PING":
@@ -189,12 +168,9 @@ class Server:
 
     def _call(self, verb: bytes, *words: bytes) -> bytes:
         """Run a plain command; the model lacks most of them."""
-        self._engine.server = self
-        reply = self._engine.call(self.store, self.wall_ms, verb, *words)
-        if reply is None:
-            name = verb.decode(errors="replace")
-            return f"-ERR unknown command '{name}': this node is a fake\r\n".encode()
-        return reply
+        engine().server = self
+        reply: bytes | None = self._lua[b"call"](self.store, self.wall_ms, verb, *words)
+        return reply or b"-ERR unknown command '%b': this node is a fake\r\n" % verb
 
     def _names(self, verb: bytes, words: Sequence[bytes]) -> bytes:
         """Return the keys that match a pattern: a SCAN gets all of them in one reply."""
@@ -203,18 +179,17 @@ class Server:
             pattern = words[1]
         elif b"MATCH" in words:
             pattern = words[words.index(b"MATCH") + 1]
-        found = [encode_bulk(name) for name in self.keys() if name and matches(name, pattern)]
+        found = [encode_bulk(name) for name in self.keys() if matches(name, pattern)]
         listed = b"*%d\r\n%b" % (len(found), b"".join(found))
         return listed if verb == b"KEYS" else b"*2\r\n$1\r\n0\r\n" + listed
 
 
 def matches(name: bytes, pattern: bytes) -> bool:
     """Return whether a name matches a pattern of SCAN: a backslash quotes one character."""
-    translated, letters = "", iter(pattern.decode("latin-1"))
-    for letter in letters:
-        if letter == "\\":
-            quoted = next(letters, "\\")
-            translated += f"[{quoted}]" if quoted in "*?[" else quoted
-        else:
-            translated += letter
-    return fnmatch.fnmatchcase(name.decode("latin-1"), translated)
+    unquoted = re.sub(
+        r"\\(.)",
+        lambda found: f"[{found[1]}]" if found[1] in "*?[" else found[1],
+        pattern.decode("latin-1"),
+        flags=re.DOTALL,
+    )
+    return fnmatch.fnmatchcase(name.decode("latin-1"), unquoted)

@@ -23,7 +23,7 @@ from redis import Redis
 
 from celery_redlock.lock.client import sessions
 from celery_redlock.lock.platform.clock import Platform, SystemClock, installed
-from celery_redlock.lock.platform.threads import Waker, new_mutex, original, start_thread
+from celery_redlock.lock.platform.threads import new_mutex, original, start_thread
 from celery_redlock.lock.transport.command import encode_bulk
 from celery_redlock.testing.model import Server, library
 from celery_redlock.testing.servers import claim_port
@@ -72,12 +72,12 @@ class FakeNode:
     def pause(self) -> None:
         """Freeze the node: connections stay open, and no request is answered."""
         if self._server is not None:
-            self._server.set_paused(True)
+            self._server.paused = True
 
     def resume(self) -> None:
         """Let a paused node answer again."""
         if self._server is not None:
-            self._server.set_paused(False)
+            self._server.paused = False
 
     def advance(self, seconds: float) -> None:
         """Let the node's clock jump ahead, also for its lock holders and nodes that share it."""
@@ -134,12 +134,8 @@ class FakeServer(Server):
         self.run_id = os.urandom(20).hex()
         self._clock, self._started = clock, clock.now()
         self._connections: dict[int, ClientConnection] = {}  # by file descriptor
-        self._waker, self._running = Waker(), new_mutex()
-        self._stopping = self._paused = False
-        self._listener = socket.socket()
-        self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self._listener.bind(("127.0.0.1", port))
-        self._listener.listen(64)
+        self._running, self._stopping, self.paused = new_mutex(), False, False
+        self._listener = socket.create_server(("127.0.0.1", port), backlog=64)
         self._running.acquire()
         start_thread(self._serve)
 
@@ -153,14 +149,9 @@ class FakeServer(Server):
         """Seconds since the start."""
         return self._clock.now() - self._started
 
-    def set_paused(self, paused: bool) -> None:
-        self._paused = paused
-        self._waker.wake()
-
     def stop(self) -> None:
         """Close all connections; return once the thread has done so."""
         self._stopping = True
-        self._waker.wake()
         self._running.acquire()
 
     def _serve(self) -> None:
@@ -180,13 +171,10 @@ class FakeServer(Server):
     def _ready(self) -> list[int]:
         """Return the descriptors with data to read; wait at most `CLOCK_INTERVAL` for some."""
         poll = original("select", "poll")()
-        poll.register(self._waker.descriptor, select.POLLIN)
-        sockets = () if self._paused else (self._listener.fileno(), *self._connections)
-        for descriptor in sockets:
+        for descriptor in () if self.paused else (self._listener.fileno(), *self._connections):
             poll.register(descriptor, select.POLLIN)
-        ready = [descriptor for descriptor, _ in poll.poll(int(CLOCK_INTERVAL * 1000))]
-        self._waker.clear()
-        return [descriptor for descriptor in ready if descriptor != self._waker.descriptor]
+        ready = poll.poll(int(CLOCK_INTERVAL * 1000))
+        return [] if self.paused else [descriptor for descriptor, _ in ready]
 
     def _handle(self, descriptor: int) -> None:
         """Accept a connection, or answer the requests that have arrived on one."""
@@ -230,8 +218,8 @@ class Sample:
     """The last reading of a virtual clock. All times in seconds.
 
     real: the machine's monotonic clock. wall: since 1970, as freezegun or time-machine sets it.
-    freezes: how many freezes of these tools are active. ahead: the sum of all jumps so far.
-    exit_wall: the last wall reading inside the freeze that ended last, None if none has ended.
+    freezes: how many of these tools' are active. ahead: the sum of all jumps so far. exit_wall: the
+    last wall reading inside the freeze that ended last, None if none has ended.
     """
 
     real: float

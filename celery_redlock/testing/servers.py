@@ -84,12 +84,11 @@ class EmbeddedNode:
         self._temporary = tempfile.TemporaryDirectory(prefix="node-")
         self.folder = Path(self._temporary.name)
         self._log = self.folder / "log"
-        settings = {"bind": "127.0.0.1", "save": "", "appendonly": "no", **config}
-        pairs = [(f"--{name.replace('_', '-')}", value) for name, value in settings.items()]
-        options = [word for name, value in pairs for word in (name, *(value.split() or [""]))]
-        place = ["--port", str(self.port), "--dir", str(self.folder)]
         server = binary or os.environ.get("CELERY_REDLOCK_SERVER") or _embedded_binary()
-        self.command = [server, *place, *options]
+        self.command = [server, "--port", str(self.port), "--dir", str(self.folder)]
+        settings = {"bind": "127.0.0.1", "save": "", "appendonly": "no", **config}
+        for name, value in settings.items():
+            self.command += [f"--{name.replace('_', '-')}", *(value.split() or [""])]
         self._process: subprocess.Popen[bytes] | None = None
         atexit.register(self.kill)
 

@@ -15,9 +15,8 @@ from celery_redlock.lock.engine.releaser import REPEATED_AFTER, OrphanedKey
 from celery_redlock.lock.model.acquisition import Acquisition
 from celery_redlock.lock.model.lease import Lease, LockKey
 from celery_redlock.lock.model.options import LockOptions
-from celery_redlock.tasks.children.forks import ChildProcess, Children, start_time_of
 from celery_redlock.tasks.children.journal import CLAIMED, HELD, RELEASED, JournalSlot
-from celery_redlock.tasks.children.reaper import ChildReaper
+from celery_redlock.tasks.children.reaper import ChildProcess, ChildReaper, Children, start_time_of
 from celery_redlock.tasks.per_app import redlock_of
 from tests.conftest import NODE_TIMEOUT, TTL, Journal, Nodes, eventually, is_free, see_freed, settle
 from tests.contract.proxy import FAIR, Proxy, Way, Weather, proxies

@@ -10,7 +10,6 @@ import json
 import logging
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -29,7 +28,6 @@ from celery.signals import (
     task_prerun,
     task_received,
 )
-from greenlet import GreenletExit
 from kombu import Exchange, Queue, binding
 from kombu.common import Broadcast
 
@@ -115,6 +113,9 @@ TTL = max(8.0, 4 * app.conf.get("redlock_node_timeout", 0.0))
 if NODES != "unset":
     app.conf.redlock_nodes = NODES.split(",")
 task = functools.partial(app.task, shared=False)  # else every app made later would have them
+own_key = functools.partial(task, bind=True, base=LockedTask, lock_backoff=QUICK)
+locked = functools.partial(own_key, lock_key="k:{key}")
+unique = functools.partial(own_key, lock_key="u:{key}", lock_unique_for=600.0)
 
 
 def write(what: str, key: str, **more: Any) -> None:
@@ -133,7 +134,17 @@ def written(key: str, **more: Any) -> Iterator[None]:
         write("end", key)
 
 
-@task(bind=True, base=LockedTask, lock_key="k:{key}", lock_backoff=QUICK, max_retries=0)
+def wait_for_file(name: str) -> None:
+    end = time.monotonic() + 120
+    while not LOG.with_name(name).exists() and time.monotonic() < end:
+        time.sleep(0.02)
+
+
+def raise_(error: BaseException) -> None:
+    raise error
+
+
+@locked(max_retries=0)
 def work(self: Any, key: str, seconds: float = 0.05) -> int:
     assert self.lock.held
     with written(key, id=self.request.id):
@@ -141,8 +152,9 @@ def work(self: Any, key: str, seconds: float = 0.05) -> int:
     return int(self.request.retries)
 
 
-late = task(bind=True, base=LockedTask, lock_key="k:{key}", lock_backoff=QUICK, acks_late=True,
-                max_retries=0, name="tests.late")(work.run.__func__)  # fmt: skip
+worked = work.run.__func__
+late = locked(name="tests.late", acks_late=True, max_retries=0)(worked)
+keyed = locked(name="tests.keyed", lock_key=lambda task, args, kwargs: f"k:{args[0]}")(worked)
 
 
 @task(acks_late=True)
@@ -150,45 +162,28 @@ def unlocked_late(key: str) -> None:
     write("begin", key)
 
 
-keyed = task(bind=True, base=LockedTask, lock_key=lambda task, args, kwargs: f"k:{args[0]}",
-             lock_backoff=QUICK, name="tests.keyed")(work.run.__func__)  # fmt: skip
+@task(name="tests.plain")
+def plain(key: str) -> None:
+    write("begin", key)
 
 
-def end_somehow(self: Any, key: str, how: str) -> str:
-    """End in the way that is asked for, the first time; just return after that."""
-    first = self.request.retries == 0 and f'"ended:{how}", "key": "{key}"' not in LOG.read_text()
-    write("begin", key, how=how, retries=self.request.retries)
-    write(f"ended:{how}", key)
-    if not first:
-        return "again"
-    ways: dict[str, Callable[[], Any]] = {
+def ways_to_end(self: Any, key: str) -> dict[str, Callable[[], Any]]:
+    return {
         "return": lambda: "done",
+        "receiver exits": lambda: "done",
         "raise": lambda: raise_(ValueError("body")),
         "ignore": lambda: raise_(Ignore()),
         "ignore, with a state": lambda: [self.update_state(state="MINE"), raise_(Ignore())],
         "reject": lambda: raise_(Reject("no", requeue=False)),
         "requeue": lambda: raise_(Reject("again", requeue=True)),
         "retry": lambda: self.retry(countdown=0.2, max_retries=3),
-        "retry with other arguments": lambda: self.retry(
-            args=(f"{key}-other", how), countdown=0.2, max_retries=3
-        ),
-        "system exit": lambda: sys.exit(3),
-        "memory": lambda: raise_(MemoryError()),
-        "keyboard interrupt": lambda: raise_(KeyboardInterrupt()),
-        "greenlet exit": lambda: raise_(GreenletExit()),
-        "soft limit": self_soft_limit,
-        "unpicklable result": lambda: lambda: None,
-        "receiver exits": lambda: "done",
         "replace": lambda: self.replace(work.si(f"{key}-other")),
+        "soft limit": meet_soft_limit,
+        "unpicklable result": lambda: lambda: None,
     }
-    return str(ways[how]()) if how != "unpicklable result" else ways[how]()
 
 
-def raise_(error: BaseException) -> None:
-    raise error
-
-
-def self_soft_limit() -> None:
+def meet_soft_limit() -> None:
     try:
         time.sleep(60)
     except SoftTimeLimitExceeded:
@@ -197,7 +192,14 @@ def self_soft_limit() -> None:
         raise
 
 
-locked = functools.partial(task, bind=True, base=LockedTask, lock_key="k:{key}", lock_backoff=QUICK)
+def end_somehow(self: Any, key: str, how: str) -> Any:
+    """End in the way that is asked for, the first time; just return after that."""
+    first = self.request.retries == 0 and f'"ended:{how}", "key": "{key}"' not in LOG.read_text()
+    write("begin", key, how=how, retries=self.request.retries)
+    write(f"ended:{how}", key)
+    return ways_to_end(self, key)[how]() if first else "again"
+
+
 early_end = locked(name="tests.early_end")(end_somehow)
 late_end = locked(name="tests.late_end", acks_late=True)(end_somehow)
 plain_end = task(bind=True, name="tests.plain_end", acks_late=True)(end_somehow)
@@ -215,11 +217,11 @@ retried = {most: locked(name=f"tests.retried_{most}", max_retries=most)(retry_on
            for most in (0, 3, None)}  # fmt: skip
 
 
-@task(base=LockedTask, lock_key="k:{key}", lock_backoff=QUICK, autoretry_for=(Exception,),
-          retry_backoff=False, default_retry_delay=0.2, max_retries=2)  # fmt: skip
-def autoretried(key: str) -> str:
-    write("begin", key)
-    raise ValueError(key)
+@task_postrun.connect
+def leave(args: Any = (), **_: Any) -> None:
+    """End the process in a receiver, where a message asks for that."""
+    if "receiver exits" in args:
+        raise SystemExit(3)
 
 
 class Rude(Task):
@@ -231,11 +233,9 @@ class Rude(Task):
         write("called", str(args))
         return self.run(*args, **kwargs)
 
-    def before_start(self, task_id: str, args: Any, kwargs: Any) -> None: ...
+    def before_start(self, *args: Any) -> None: ...
 
-    def after_return(self, *args: Any) -> None: ...
-
-    def on_success(self, *args: Any) -> None: ...
+    on_success = after_return = before_start
 
 
 class RudeThenLocked(Rude, LockedTask):
@@ -246,10 +246,21 @@ class LockedThenRude(LockedTask, Rude):
     abstract = True
 
 
-rude = task(bind=True, base=RudeThenLocked, lock_key="k:{key}", lock_backoff=QUICK,
-                name="tests.rude")(work.run.__func__)  # fmt: skip
-polite = task(bind=True, base=LockedThenRude, lock_key="k:{key}", lock_backoff=QUICK,
-                  name="tests.polite")(work.run.__func__)  # fmt: skip
+rude = locked(base=RudeThenLocked, name="tests.rude")(worked)
+polite = locked(base=LockedThenRude, name="tests.polite")(worked)
+
+
+class ClassTask(LockedTask):
+    """A class-based task with autoretry, which binds `run` to the instance."""
+
+    name = "tests.class_task"
+    lock_key = "k:{key}"
+    lock_backoff = QUICK
+    autoretry_for = (KeyError,)
+    run = worked
+
+
+class_task = app.register_task(ClassTask())
 
 
 class TellsAfterwards(LockedTask):
@@ -261,8 +272,7 @@ class TellsAfterwards(LockedTask):
         write("after", str(self.name), held=self.lock is not None and self.lock.held)
 
 
-def nothing() -> None:
-    """Do nothing, under a lock."""
+def nothing() -> None: ...
 
 
 told = functools.partial(task, base=TellsAfterwards, lock_key="told:{task}")
@@ -270,136 +280,19 @@ told_early = told(name="tests.told_early")(nothing)
 told_late = told(name="tests.told_late", acks_late=True)(nothing)
 
 
-class ClassTask(LockedTask):
-    """A class-based task with autoretry, which binds `run` to the instance."""
+class Careless(LockedTask):
+    """Each of its hooks fails."""
 
-    name = "tests.class_task"
-    lock_key = "k:{key}"
-    lock_backoff = QUICK
-    autoretry_for = (KeyError,)
+    abstract = True
 
-    def run(self, key: str, seconds: float = 0.05) -> int:
-        lock = self.lock
-        assert lock is not None
-        assert lock.held
-        with written(key):
-            time.sleep(seconds)
-        return int(self.request.retries)
+    def fail(self, *args: Any, **kwargs: Any) -> None:
+        write("hook", str(self.name))
+        raise ValueError("hook")
+
+    on_success = on_failure = on_retry = after_return = fail
 
 
-class_task = app.register_task(ClassTask())
-
-
-@task(base=LockedTask, lock_key="k:{key}", lock_backoff=QUICK)
-def rebuild(key: str, until: str = "") -> str:
-    """Go on until there is a file of this name."""
-    with written(key):
-        end = time.monotonic() + 120
-        while until and not LOG.with_name(until).exists() and time.monotonic() < end:
-            time.sleep(0.02)
-    return key
-
-
-@task(bind=True, base=LockedTask, lock_key="k:{key}", lock_backoff=QUICK)
-def releases_early(self: Any, key: str, name: str) -> None:
-    """Go on without the lock until a file is there."""
-    self.lock.release()
-    write("released", key)
-    end = time.monotonic() + 120
-    while not LOG.with_name(name).exists() and time.monotonic() < end:
-        time.sleep(0.02)
-
-
-@task(base=LockedTask, lock_key="k:{key}", ignore_result=True)
-def crowded(key: str) -> None:
-    """Run for a moment, with the delays that a task has where nobody chose any."""
-    with written(key):
-        time.sleep(0.01)
-
-
-LONG = Backoff(first=1e7, cap=1e7)  # no test lasts so long
-
-
-@task(base=LockedTask, lock_key="k:{key}", lock_backoff=LONG,
-      lock_ttl=app.conf.get("redlock_max_ttl", 60))  # fmt: skip
-def patient(key: str, name: str = "") -> str:
-    """Write under a name, and go on until there is a file of that name, if that is asked for."""
-    with written(key, name=name):
-        end = time.monotonic() + 120
-        while name.startswith("until") and not LOG.with_name(name).exists():
-            if time.monotonic() > end:
-                break
-            time.sleep(0.02)
-    return name
-
-
-@task(base=LockedTask, lock_key="k:{key}", lock_backoff=QUICK, lock_ttl=TTL)
-def long_work(key: str, seconds: float) -> bool:
-    with written(key):
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            time.sleep(0.05)
-            lock = current_lock()
-            assert lock is not None
-            lock.ensure()
-    return True
-
-
-@task(bind=True, base=LockedTask, lock_key="k:{key}", lock_backoff=QUICK)
-def sees_its_state(self: Any, key: str) -> None:
-    status = self.backend.get_task_meta(self.request.id, cache=False)["status"]
-    write("state", key, status=status, held=self.lock.held)
-
-
-@task(base=LockedTask, lock_key="k:{key}", lock_ttl=TTL)
-def loses(key: str) -> str:
-    """Run until somebody takes the lock away."""
-    lock = current_lock()
-    assert lock is not None
-    write("begin", key)
-    end = time.monotonic() + 60
-    while lock.held and time.monotonic() < end:
-        time.sleep(0.02)
-    return "went on"
-
-
-@task_received.connect
-def note_message(request: Any = None, **_: Any) -> None:
-    """Write what only the worker's main process sees of a message."""
-    if request.type == shows_its_message.name:
-        message = request._message
-        write("received", request.id, content_type=message.content_type,
-              delivery_mode=message.properties.get("delivery_mode"))  # fmt: skip
-
-
-@task(bind=True, base=LockedTask, lock_key="message", lock_backoff=QUICK)
-def shows_its_message(self: Any, *args: Any, **kwargs: Any) -> None:
-    """Write everything that the message carries."""
-    request = self.request
-    kept = ("id", "root_id", "parent_id", "group", "group_index", "chord", "chain", "callbacks",
-            "errbacks", "expires", "timelimit", "retries", "reply_to", "correlation_id", "origin",
-            "shadow", "argsrepr", "kwargsrepr", "ignore_result", "stamped_headers", "stamps",
-            "compression", "replaced_task_nesting")  # fmt: skip
-    seen = {name: getattr(request, name, None) for name in kept}
-    seen["headers"] = {k: v for k, v in (request.headers or {}).items() if k != "redlock"}
-    delivery = {k: v for k, v in request.delivery_info.items() if k != "redelivered"}
-    deferrals = (request.get("redlock") or {}).get("deferral", {}).get("count", 0)
-    seen |= {**delivery, "args": repr(args), "kwargs": repr(kwargs)}
-    write("message", request.id, seen=seen, deferrals=deferrals)
-
-
-@task(bind=True, base=LockedTask, lock_key="copied:{key}", lock_backoff=QUICK, ignore_result=True)
-def copied(self: Any, key: str) -> None:
-    """Write what was locked, and where the message was sent to."""
-    info = self.request.delivery_info
-    where = {name: info[name] for name in ("exchange", "routing_key")}
-    write("copy", key, resource=self.lock.resource, **where)
-
-
-copied_late = task(bind=True, base=LockedTask, lock_key="copied:{key}", lock_backoff=QUICK,
-                   ignore_result=True, acks_late=True, name="tests.copied_late")(
-    copied.run.__func__
-)  # fmt: skip
+careless_late = locked(base=Careless, name="tests.careless_late", acks_late=True)(end_somehow)
 
 
 class SendsOnceAlone(LockedTask):
@@ -417,8 +310,7 @@ class SendsOnceAlone(LockedTask):
         raise RuntimeError("nothing here is to be made anew")
 
 
-sent_once = task(bind=True, base=SendsOnceAlone, lock_key="k:{key}", lock_backoff=QUICK,
-                 name="tests.sent_once")(work.run.__func__)  # fmt: skip
+sent_once = locked(base=SendsOnceAlone, name="tests.sent_once")(worked)
 
 
 class OfATenant(LockedTask):
@@ -430,33 +322,149 @@ class OfATenant(LockedTask):
         self.request.tenant = kwargs.pop("_tenant", "nobody")
 
 
-@task(bind=True, base=OfATenant, typing=False, lock_key="k:{key}", lock_backoff=QUICK)
+@locked(base=OfATenant, typing=False)
 def of_a_tenant(self: Any, key: str) -> str:
     return f"{self.request.tenant}, {self.request.locale}"
 
 
 @task_prerun.connect(sender=of_a_tenant)
 def take_locale(task: Any = None, kwargs: Any = None, **_: Any) -> None:
-    """Do the same in a receiver."""
     task.request.locale = kwargs.pop("_locale", "nowhere")
 
 
+def last_until(self: Any, key: str, until: str = "") -> str:
+    with written(key, id=self.request.id):
+        if until:
+            wait_for_file(until)
+    return str(self.request.hostname)
+
+
+until = locked(name="tests.until", lock_ttl=TTL, acks_late=True)(last_until)
+
+
+@locked()
+def rebuild(self: Any, key: str, until: str = "") -> str:
+    last_until(self, key, until)
+    return key
+
+
+@locked(acks_late=True, name="tests.lasts")
+def lasts(self: Any, key: str) -> str:
+    last_until(self, key, key)
+    return "lasted"
+
+
+@locked()
+def releases_early(self: Any, key: str, name: str) -> None:
+    self.lock.release()
+    write("released", key)
+    wait_for_file(name)
+
+
+@task(base=LockedTask, lock_key="k:{key}", ignore_result=True)
+def crowded(key: str) -> None:
+    """Run for a moment, with the delays that a task has where nobody chose any."""
+    with written(key):
+        time.sleep(0.01)
+
+
+LONG = Backoff(first=1e7, cap=1e7)  # no test lasts so long
+
+
+@locked(lock_backoff=LONG, lock_ttl=app.conf.get("redlock_max_ttl", 60))
+def patient(self: Any, key: str, name: str = "") -> str:
+    """Write under a name, and go on until there is a file of that name, if that is asked for."""
+    with written(key, name=name):
+        if name.startswith("until"):
+            wait_for_file(name)
+    return name
+
+
+@locked(lock_ttl=TTL)
+def loses(self: Any, key: str) -> str:
+    write("begin", key)
+    end = time.monotonic() + 60
+    while self.lock.held and time.monotonic() < end:
+        time.sleep(0.02)
+    return "went on"
+
+
+@locked(lock_ttl=TTL)
+def long_work(self: Any, key: str, seconds: float) -> bool:
+    with written(key):
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            time.sleep(0.05)
+            self.lock.ensure()
+    return True
+
+
+@locked()
+def sees_its_state(self: Any, key: str) -> None:
+    status = self.backend.get_task_meta(self.request.id, cache=False)["status"]
+    write("state", key, status=status, held=self.lock.held)
+
+
+@locked(lock_key="message")
+def shows_its_message(self: Any, *args: Any, **kwargs: Any) -> None:
+    """Write everything that the message carries."""
+    request = self.request
+    kept = ("id", "root_id", "parent_id", "group", "group_index", "chord", "chain", "callbacks",
+            "errbacks", "expires", "timelimit", "retries", "reply_to", "correlation_id", "origin",
+            "shadow", "argsrepr", "kwargsrepr", "ignore_result", "stamped_headers", "stamps",
+            "compression", "replaced_task_nesting")  # fmt: skip
+    seen = {name: getattr(request, name, None) for name in kept}
+    seen["headers"] = {k: v for k, v in (request.headers or {}).items() if k != "redlock"}
+    delivery = {k: v for k, v in request.delivery_info.items() if k != "redelivered"}
+    deferrals = (request.get("redlock") or {}).get("deferral", {}).get("count", 0)
+    seen |= {**delivery, "args": repr(args), "kwargs": repr(kwargs)}
+    write("message", request.id, seen=seen, deferrals=deferrals)
+
+
+@task_received.connect
+def note_message(request: Any = None, **_: Any) -> None:
+    """Write what only the worker's main process sees of a message."""
+    if request.type == shows_its_message.name:
+        message = request._message
+        write("received", request.id, content_type=message.content_type,
+              delivery_mode=message.properties.get("delivery_mode"))  # fmt: skip
+
+
+def copy(self: Any, key: str) -> None:
+    info = self.request.delivery_info
+    where = {name: info[name] for name in ("exchange", "routing_key")}
+    write("copy", key, resource=self.lock.resource, **where)
+
+
+copying = functools.partial(locked, lock_key="copied:{key}", ignore_result=True)
+copied = copying(name="tests.copied")(copy)
+copied_late = copying(name="tests.copied_late", acks_late=True)(copy)
 PROPERTIES = ("app_id", "type", "message_id", "user_id", "correlation_id")
 
 
-@task(bind=True, base=LockedTask, lock_key="k:{key}", lock_backoff=QUICK)
+@locked()
 def shows_its_properties(self: Any, key: str) -> dict[str, Any]:
     return {name: self.request.properties.get(name) for name in PROPERTIES}
 
 
-@task(bind=True, base=LockedTask, lock_key="k:{key}", lock_backoff=QUICK)
+@locked()
 def shows_its_headers(self: Any, key: str) -> list[Any]:
     return [self.request.headers, self.request.get("x-own")]
 
 
+@locked(lock_fencing=True)
+def fenced(self: Any, key: str) -> int:
+    write("token", key, token=self.lock.fencing_token)
+    return int(self.lock.fencing_token)
+
+
+@own_key()
+def keyless(self: Any, key: str) -> str:
+    return str(self.lock.resource)
+
+
 @task()
 def clock() -> float:
-    """Return what time it is."""
     return time.time()
 
 
@@ -466,23 +474,36 @@ def add(*numbers: Any) -> int:
 
 
 @task()
-def gather(numbers: list[int]) -> int:
-    write("gathered", "chord")
-    return len(numbers)
+def join(parts: Any) -> str:
+    """Return the results that came, in one text."""
+    write("joined", str(parts))
+    return "+".join(parts) if isinstance(parts, list) else f"<{parts}>"
 
 
-@task(base=LockedTask, lock_key="p:{key}", lock_limit=3, lock_backoff=QUICK, lock_ttl=TTL)
-def permitted(key: str, also: str = "anybody", until: str = "") -> None:
+@task()
+def note(*what: Any) -> None:
+    """Write that a callback was called. what: for an errback first the failed task's own."""
+    write("noted", str(what[-1]))
+
+
+@task()
+def sends(steps: Any) -> None:
+    """Send what came as an argument: a signature, or several."""
+    for each in steps if isinstance(steps, list) else [steps]:
+        signature(each, app=app).apply_async()
+
+
+@locked(lock_key="p:{key}", lock_limit=3, lock_ttl=TTL)
+def permitted(self: Any, key: str, also: str = "anybody", until: str = "") -> None:
     """Write under two names; then go on until a file of the third name is there."""
     with written(key), written(also):
-        end = time.monotonic() + 120
-        while until and not LOG.with_name(until).exists() and time.monotonic() < end:
-            time.sleep(0.02)
+        if until:
+            wait_for_file(until)
         time.sleep(0.05)
 
 
-@task(base=LockedTask, lock_key="p:{key}", lock_backoff=QUICK)
-def shares(key: str, also: str, together: int = 1) -> None:
+@locked(lock_key="p:{key}")
+def shares(self: Any, key: str, also: str, together: int = 1) -> None:
     """Write under two names; how many may do so at once is the settings' matter.
 
     together: how many must have begun under the second name before one ends.
@@ -495,46 +516,17 @@ def shares(key: str, also: str, together: int = 1) -> None:
         time.sleep(0.05)
 
 
-@task(bind=True, base=LockedTask, lock_key="k:{key}", lock_ttl=TTL, lock_backoff=QUICK,
-      acks_late=True)  # fmt: skip
-def until(self: Any, key: str, name: str) -> str:
-    """Go on until there is a file of this name."""
-    with written(key, id=self.request.id):
-        end = time.monotonic() + 120
-        while not LOG.with_name(name).exists() and time.monotonic() < end:
-            time.sleep(0.02)
-    return str(self.request.hostname)
-
-
-@task(bind=True, base=LockedTask, lock_key="k:{key}")
-def takes_another(self: Any, key: str) -> None:
-    """Take a lock of the same task beside the run's own."""
-    with self.lock_for(f"{key} beside", wait=60):
-        write("both", key)
-
-
-@after_task_publish.connect
-def die_between(headers: Any = None, **_: Any) -> None:
-    """End the whole worker as it has put a message back, where a file asks for that."""
-    trap = LOG.with_name("die")
-    if (headers or {}).get("redlock", {}).get("deferral") and trap.exists():
-        trap.unlink()
-        os.killpg(os.getpgid(0), signal.SIGKILL)
-
-
-@task(base=LockedTask, lock_key=["k:{one}", "k:{other}"], lock_backoff=QUICK)
-def transfer(one: str, other: str) -> str:
+@locked(lock_key=["k:{one}", "k:{other}"])
+def transfer(self: Any, one: str, other: str) -> str:
     with written(one), written(other):
         time.sleep(0.05)
-    lock = current_lock()
-    assert lock is not None
-    return lock.resource
+    return str(self.lock.resource)
 
 
-@task(bind=True, base=LockedTask, lock_key="k:{key}", lock_backoff=QUICK, lock_fencing=True)
-def fenced(self: Any, key: str) -> int:
-    write("token", key, token=self.lock.fencing_token)
-    return int(self.lock.fencing_token)
+@locked()
+def takes_another(self: Any, key: str) -> None:
+    with self.lock_for(f"{key} beside", wait=60):
+        write("both", key)
 
 
 def nest(self: Any, key: str) -> str:
@@ -549,7 +541,7 @@ nests_early = locked(name="tests.nests_early")(nest)
 nests_late = locked(name="tests.nests_late", acks_late=True)(nest)
 
 
-def stay(key: str, how: str = "") -> str:
+def stay(self: Any, key: str, how: str = "") -> str:
     """Stay for longer than any test, or end the process at once; the second time, just return."""
     if f'"stays", "key": "{key}"' in LOG.read_text():
         write("stays again", key)
@@ -568,17 +560,53 @@ def stay(key: str, how: str = "") -> str:
     return "stayed"
 
 
-stays = task(base=LockedTask, lock_key="k:{key}", lock_backoff=QUICK, name="tests.stays")(stay)
-stays_late = task(base=LockedTask, lock_key="k:{key}", lock_backoff=QUICK, acks_late=True,
-                  reject_on_worker_lost=True, name="tests.stays_late")(stay)  # fmt: skip
-
-
 class NotingRequest(celery.worker.request.Request):
     """A user's own, which does not know ours."""
 
     def terminate(self, pool: Any, signal: Any = None) -> None:
         logging.getLogger(__name__).warning("their own request ends %s", self.id)
         super().terminate(pool, signal)
+
+
+stays = locked(name="tests.stays")(stay)
+stays_late = locked(name="tests.stays_late", acks_late=True, reject_on_worker_lost=True)(stay)
+stays_with_own_request = locked(name="tests.stays_with_own_request", acks_late=True,
+                                Request="tests.integration.app:NotingRequest")(stay)  # fmt: skip
+stays_not_acked = locked(name="tests.stays_not_acked", acks_late=True,
+                         acks_on_failure_or_timeout=False)(stay)  # fmt: skip
+stays_retried = locked(name="tests.stays_retried", max_retries=3, retry_on_worker_lost=True,
+                       default_retry_delay=0)(stay)  # fmt: skip
+
+
+@locked(lock_key=["k:{one}", "k:{other}"])
+def stays_with_several(self: Any, one: str, other: str, nested: str) -> None:
+    with work.lock_for(nested), permitted.lock_for(nested):
+        stay(self, one)
+
+
+@after_task_publish.connect
+def die_between(headers: Any = None, **_: Any) -> None:
+    """End the whole worker as it has put a message back, where a file asks for that."""
+    trap = LOG.with_name("die")
+    if (headers or {}).get("redlock", {}).get("deferral") and trap.exists():
+        trap.unlink()
+        os.killpg(os.getpgid(0), signal.SIGKILL)
+
+
+def be_cut(self: Any, key: str, seconds: float) -> None:
+    write("begin", key)
+    try:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            time.sleep(0.02)
+    except BaseException as error:
+        write("cut", key, by=type(error).__name__)
+        raise
+    write("finished", key, held=self.lock.held)
+
+
+cut_early = locked(name="tests.cut_early")(be_cut)
+cut_late = locked(name="tests.cut_late", acks_late=True)(be_cut)
 
 
 class TellingRequest(celery_redlock.tasks.worker_request.Request):
@@ -593,41 +621,13 @@ class TellingRequest(celery_redlock.tasks.worker_request.Request):
         super().on_failure(exc_info, *args, **kwargs)
 
 
-@task(base=LockedTask, lock_key=["a:{key}", "k:{key}"], lock_backoff=QUICK, Request=TellingRequest)
-def tells(key: str) -> None:
+def run(self: Any, key: str) -> None:
     write("ran", key)
 
 
-@task(base=LockedTask, lock_key="p:{key}", lock_limit=2, lock_backoff=QUICK, Request=TellingRequest)
-def tells_of_permits(key: str) -> None:
-    write("ran", key)
-
-
-stays_with_own_request = task(
-    base=LockedTask,
-    lock_key="k:{key}",
-    lock_backoff=QUICK,
-    acks_late=True,
-    Request="tests.integration.app:NotingRequest",
-    name="tests.stays_with_own_request",
-)(stay)
-stays_not_acked = task(
-    base=LockedTask,
-    lock_key="k:{key}",
-    lock_backoff=QUICK,
-    acks_late=True,
-    acks_on_failure_or_timeout=False,
-    name="tests.stays_not_acked",
-)(stay)
-stays_retried = task(base=LockedTask, lock_key="k:{key}", lock_backoff=QUICK, max_retries=3,
-                     retry_on_worker_lost=True, default_retry_delay=0,
-                     name="tests.stays_retried")(stay)  # fmt: skip
-
-
-@task(base=LockedTask, lock_key=["k:{one}", "k:{other}"])
-def stays_with_several(one: str, other: str, nested: str) -> None:
-    with work.lock_for(nested), permitted.lock_for(nested):
-        stay(one)
+tells = locked(name="tests.tells", lock_key=["a:{key}", "k:{key}"], Request=TellingRequest)(run)
+tells_of_permits = locked(name="tests.tells_of_permits", lock_key="p:{key}", lock_limit=2,
+                          Request=TellingRequest)(run)  # fmt: skip
 
 
 @lock_released.connect
@@ -665,35 +665,14 @@ def tell_of_renewals(event: LockExtendedEvent, **_: Any) -> None:
         write("extended", event.resource)
 
 
-@task(bind=True, base=LockedTask, lock_key="k:{key}", lock_backoff=QUICK)
+@locked()
 def step(self: Any, key: str) -> str:
     """Run as a part of a canvas; what it returns names it."""
     write("step", key, id=self.request.id, stamps=self.request.stamps)
     return key
 
 
-asks = task(bind=True, base=LockedTask, lock_key="k:{key}", lock_backoff=QUICK, name="tests.asks",
-            lock_on_conflict=lambda contention: "defer")(step.run.__func__)  # fmt: skip
-
-
-@task()
-def join(parts: Any) -> str:
-    """Return the results that came, in one text."""
-    write("joined", str(parts))
-    return "+".join(parts) if isinstance(parts, list) else f"<{parts}>"
-
-
-@task()
-def note(*what: Any) -> None:
-    """Write that a callback was called. what: for an errback first the failed task's own."""
-    write("noted", str(what[-1]))
-
-
-@task()
-def sends(steps: Any) -> None:
-    """Send what came as an argument: a signature, or several."""
-    for each in steps if isinstance(steps, list) else [steps]:
-        signature(each, app=app).apply_async()
+asks = locked(name="tests.asks", lock_on_conflict=lambda contention: "defer")(step.run.__func__)
 
 
 @locked(name="tests.becomes")
@@ -703,19 +682,6 @@ def becomes(self: Any, key: str, other: str, many: int = 0) -> str:
     step.delay(key)
     parts = [step.si(other) for _ in range(many)]
     return str(self.replace(chord(parts, join.s()) if many else step.si(other)))
-
-
-@task(base=LockedTask, lock_key="k:{key}", lock_backoff=QUICK, acks_late=True, name="tests.lasts")
-def lasts(key: str) -> str:
-    """Run until there is a file of the key's name."""
-    with written(key):
-        end = time.monotonic() + 120
-        while not LOG.with_name(key).exists() and time.monotonic() < end:
-            time.sleep(0.02)
-    return "lasted"
-
-
-# what is lost in mid-run
 
 
 @functools.cache
@@ -736,12 +702,11 @@ def hold_on(self: Any, key: str, how: str) -> str:
     write("begin", key)
     ways: dict[str, Callable[[], Any]] = {
         "sleeps": lambda: time.sleep(100),
-        "computes": compute,
+        "computes": lambda: all(sum(range(1000)) for _ in range(10**7)),
         "works in steps": lambda: [time.sleep(0.02) for _ in range(5000)],
+        "asks": lambda: [(time.sleep(0.02), self.lock.ensure()) for _ in range(5000)],
         "logs": log_on,
         "takes others": lambda: take_others(key),
-        "asks": lambda: ask(self),
-        "applies": lambda: [waits.apply((f"{key}-inner",)), time.sleep(100)],
     }
     try:
         ways[how]()
@@ -763,22 +728,10 @@ def log_on() -> None:
             time.sleep(0.001)
 
 
-def compute() -> None:
-    end = time.monotonic() + 100
-    while time.monotonic() < end:
-        sum(range(1000))
-
-
 def take_others(key: str) -> None:
     for n in range(10**9):
         with work.lock_for(f"{key}-{n % 5}", wait=5):
             pass
-
-
-def ask(self: Any) -> None:
-    while True:
-        time.sleep(0.02)
-        self.lock.ensure()
 
 
 holds_on = locked(name="tests.holds_on", lock_ttl=TTL)(hold_on)
@@ -789,8 +742,7 @@ holds_on_late = locked(name="tests.holds_on_late", lock_ttl=TTL, acks_late=True)
 def goes_on(self: Any, key: str) -> str:
     """Go on until a file says so; what strikes it is caught."""
     write("begin", key)
-    go_on = LOG.with_name("go on")
-    while not go_on.exists():
+    while not LOG.with_name("go on").exists():
         with contextlib.suppress(LockLost):
             time.sleep(0.02)
     return "went on"
@@ -800,8 +752,7 @@ def goes_on(self: Any, key: str) -> str:
 def waits(self: Any, key: str) -> None:
     """Go on until a file says so."""
     with written(key):
-        while not LOG.with_name("go on").exists():
-            time.sleep(0.02)
+        wait_for_file("go on")
     write("waited", key, held=self.lock.held)
 
 
@@ -830,13 +781,7 @@ def swallow(self: Any, key: str, then: str) -> str:
     except LockLost:
         pass
     write(f"swallowed:{then}", key)
-    ways: dict[str, Callable[[], Any]] = {
-        "return": lambda: "done",
-        "raise": lambda: raise_(ValueError("mine")),
-        "retry": lambda: self.retry(countdown=0.2, max_retries=3),
-        "ignore": lambda: raise_(Ignore()),
-    }
-    return str(ways[then]())
+    return str(ways_to_end(self, key)[then]())
 
 
 swallows = locked(name="tests.swallows", lock_ttl=TTL)(swallow)
@@ -862,55 +807,13 @@ def ends_about_then(self: Any, key: str, seconds: float, nested: bool = False) -
     return ["ended"] * 30_000  # so that storing it takes a while, too
 
 
-@task(bind=True, base=LockedTask, lock_key="k:{key}", lock_ttl=TTL, autoretry_for=(LockLost,),
-      default_retry_delay=0.1, max_retries=2)  # fmt: skip
+@locked(lock_ttl=TTL, autoretry_for=(LockLost,), default_retry_delay=0.1, max_retries=2)
 def autoretried_loss(self: Any, key: str) -> int:
     write("begin", key)
     if self.request.retries == 0:
         lose(f"k:{key}")
         time.sleep(100)
     return int(self.request.retries)
-
-
-def be_cut(self: Any, key: str, seconds: float) -> None:
-    """Work in steps for so many s, and write how it ended."""
-    write("begin", key)
-    try:
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            time.sleep(0.02)
-    except BaseException as error:
-        write("cut", key, by=type(error).__name__)
-        raise
-    write("finished", key, held=self.lock.held)
-
-
-cut_early = locked(name="tests.cut_early")(be_cut)
-cut_late = locked(name="tests.cut_late", acks_late=True)(be_cut)
-
-
-class Careless(LockedTask):
-    """Each of its hooks fails."""
-
-    abstract = True
-
-    def fail(self, *args: Any, **kwargs: Any) -> None:
-        write("hook", str(self.name))
-        raise ValueError("hook")
-
-    on_success = on_failure = on_retry = after_return = fail
-
-
-careless = functools.partial(task, bind=True, base=Careless, lock_key="k:{key}", lock_backoff=QUICK)
-careless_early = careless(name="tests.careless_early")(end_somehow)
-careless_late = careless(name="tests.careless_late", acks_late=True)(end_somehow)
-
-
-@task_postrun.connect
-def leave(args: Any = (), **_: Any) -> None:
-    """End the process in a receiver, where a message asks for that."""
-    if "receiver exits" in args:
-        raise SystemExit(3)
 
 
 def decide(contention: Contention) -> Any:
@@ -950,46 +853,16 @@ class SlowToEnd(LockedTask):
         wait_for_file(f"{args[0]} hook ends")
 
 
-@task(bind=True, base=SlowToEnd, lock_key="k:{key}", lock_backoff=QUICK, lock_on_conflict=decide,
-      acks_late=True, name="tests.slow_to_end")  # fmt: skip
-def slow_to_end(self: Any, key: str, word: str) -> None:
-    write("begin", key)
-    raise ValueError("body")
-
-
-@task(base=LockedTask, lock_args=["key"], lock_on_conflict="fail")
-def by_name(key: str, seconds: float = 0.0) -> str:
-    """Return the resource that its key is made of."""
-    lock = current_lock()
-    assert lock is not None
-    return lock.resource
-
-
-@task(bind=True, base=LockedTask, lock_args=[], lock_backoff=QUICK)
-def alone(self: Any, key: str) -> None:
-    with written(key, id=self.request.id):
-        time.sleep(0.3)
-
-
-@task(base=LockedTask, lock_backoff=QUICK)
-def keyless(key: str) -> str:
-    """Return the resource that its key is made of."""
-    lock = current_lock()
-    assert lock is not None
-    return lock.resource
+slow_to_end = locked(base=SlowToEnd, lock_on_conflict=decide, acks_late=True,
+                     name="tests.slow_to_end")(decided_late.run.__func__)  # fmt: skip
 
 
 def once(self: Any, key: str, how: str = "", value: str = "") -> str:
     """Write that it runs; then end in the way that is asked for, the first time."""
     write("once", key, value=value, retries=self.request.retries)
-    ways: dict[str, Callable[[], Any]] = {
+    ways = ways_to_end(self, key) | {
         "": lambda: None,
-        "raise": lambda: raise_(ValueError("body")),
-        "ignore": lambda: raise_(Ignore()),
-        "ignore, with a state": lambda: [self.update_state(state="MINE"), raise_(Ignore())],
-        "reject": lambda: raise_(Reject("no", requeue=False)),
         "retry": lambda: wait_to_retry(self, key),
-        "replace": lambda: self.replace(work.si(f"{key}-other")),
         "die": lambda: os.kill(os.getpid(), signal.SIGKILL),
         "stay": lambda: time.sleep(100),
         "wait": lambda: wait_for_file(key),
@@ -1007,14 +880,6 @@ def wait_to_retry(self: Any, key: str) -> None:
     self.retry(countdown=0.2, max_retries=3)
 
 
-def wait_for_file(name: str) -> None:
-    end = time.monotonic() + 120
-    while not LOG.with_name(name).exists() and time.monotonic() < end:
-        time.sleep(0.02)
-
-
-unique = functools.partial(task, bind=True, base=LockedTask, lock_key="u:{key}",
-                           lock_backoff=QUICK, lock_unique_for=600.0)  # fmt: skip
 once_early = unique(name="tests.once_early")(once)
 once_late = unique(name="tests.once_late", acks_late=True)(once)
 once_skips = unique(name="tests.once_skips", lock_on_conflict="skip")(once)
@@ -1026,19 +891,8 @@ latest = unique(name="tests.latest", lock_on_duplicate="replace")(once)
 latest_late = unique(name="tests.latest_late", lock_on_duplicate="replace", acks_late=True)(once)
 
 
-@task(base=LockedTask, lock_key=False)
-def send_often(name: str, key: str, times: int) -> list[str]:
-    """Send a task from a body; returns the ids of its messages."""
-    return [app.tasks[name].delay(key).id for _ in range(times)]
-
-
 @unique(name="tests.once_returns", lock_key="step:{key}")
 def once_returns(self: Any, key: str) -> str:
     """Run as a part of a canvas."""
     write("once", key, value="", retries=self.request.retries)
     return key
-
-
-@task(name="tests.plain")
-def plain(key: str) -> None:
-    write("begin", key)

@@ -46,7 +46,6 @@ def seen(stage: Stage, task_id: str) -> tuple[dict[str, Any], int]:
 
 
 def received(stage: Stage, task_id: str) -> list[dict[str, Any]]:
-    """Return what the worker's main process saw of each delivery."""
     return [line.more for line in stage.lines("received") if line.key == task_id]
 
 

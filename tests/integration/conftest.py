@@ -28,6 +28,7 @@ from celery_redlock.tasks.per_app import redlock_of
 from celery_redlock.testing import EmbeddedNode, WorkerProcess
 from tests.conftest import (
     NODE_TIMEOUT,
+    PATIENCE,
     Nodes,
     eventually,
     is_free,
@@ -91,7 +92,6 @@ class Stage:
         return made.start()
 
     def see_listening(self, name: str = "w1") -> list[str]:
-        """Return where a worker hears commands, once it does."""
         return see_listening(self.app, name)
 
     def lines(self, *what: str) -> list[Line]:
@@ -108,7 +108,6 @@ class Stage:
         return self.lines(what)
 
     def runs_of(self, key: str) -> int:
-        """Return how many bodies of a key have begun."""
         return sum(line.key == key for line in self.lines("begin"))
 
     def intervals(self) -> dict[str, list[tuple[float, float]]]:
@@ -140,7 +139,6 @@ class Stage:
         return 0
 
     def see_deferred(self, result: Any, times: int = 1) -> None:
-        """Return when a message was put back so many times."""
         eventually(lambda: self.deferrals(result) >= times)
 
     def see_all_end(self, error: type[Exception], *calls: Any) -> None:
@@ -216,10 +214,15 @@ def set_standing_stage(
 
 
 @pytest.fixture(scope="module")
-def standing_stage(set_standing_stage: MakeStage) -> tuple[Stage, WorkerProcess]:
-    """Give a stage and its one worker, which stay for all tests of a module."""
-    made = set_standing_stage()
-    return made, made.worker(concurrency=4, options=["-E"])
+def standing_stage(
+    request: pytest.FixtureRequest, set_standing_stage: MakeStage
+) -> tuple[Stage, WorkerProcess]:
+    """Give a stage and its one worker, which stay for all tests of a module.
+
+    The module names settings in CONF, and options of the worker in WORKER.
+    """
+    made = set_standing_stage(**getattr(request.module, "CONF", {}))
+    return made, made.worker(**request.module.WORKER)
 
 
 @pytest.fixture
@@ -231,8 +234,7 @@ def shared_stage(standing_stage: tuple[Stage, WorkerProcess]) -> Iterator[Stage]
 
 
 @pytest.fixture
-def shared_worker(standing_stage: tuple[Stage, WorkerProcess]) -> WorkerProcess:
-    """Give the worker of `shared_stage`."""
+def worker(standing_stage: tuple[Stage, WorkerProcess]) -> WorkerProcess:
     return standing_stage[1]
 
 
@@ -306,15 +308,27 @@ def make_stage(standing_broker: EmbeddedNode, tmp_path: Path) -> Iterator[MakeSt
 
 
 @pytest.fixture
-def stage(make_stage: MakeStage, nodes: Nodes) -> Stage:
-    """Give a stage over the three standing nodes."""
-    return make_stage(nodes)
+def stage(request: pytest.FixtureRequest) -> Stage:
+    """Give a stage over the three standing nodes; of a module with a WORKER the shared one."""
+    shared = hasattr(request.module, "WORKER")
+    made: Stage = request.getfixturevalue("shared_stage" if shared else "own_stage")
+    return made
 
 
 @pytest.fixture
 def own_stage(make_stage: MakeStage, nodes: Nodes) -> Stage:
-    """Give what `stage` is, in a module whose `stage` is shared."""
+    """Give a stage over the three standing nodes, for one test."""
     return make_stage(nodes)
+
+
+@pytest.fixture
+def app(nodes: Nodes) -> Iterator[Celery]:
+    """Give an app of this process, whose sends are eager runs."""
+    made = Celery("eager", broker="memory://", backend="cache+memory://", set_as_default=False)
+    made.conf.update(redlock_nodes=[node.url for node in nodes], redlock_node_timeout=PATIENCE)
+    made.conf.task_always_eager = True
+    yield made
+    made.close()
 
 
 class GuardedNode(EmbeddedNode):

@@ -11,7 +11,6 @@ from tests.integration.app import QUICK, written
 
 
 def body(key: str) -> str:
-    """Return the resource that the default key gives."""
     lock = current_lock()
     assert lock is not None
     with written(key):

@@ -59,7 +59,6 @@ OF_OTHERS = {"flask": (ContextTask,), "django": (DjangoTask,), "abortable": (Abo
 
 
 def body(self: Any, key: str) -> bool:
-    """Return whether Flask's context is there."""
     assert self.lock.held
     with written(key):
         time.sleep(0.05)
@@ -80,7 +79,6 @@ shared_task(bind=True, base=LockedTask, lock_key="k:{key}", lock_backoff=QUICK,
       lock_key="k:{key}", lock_backoff=QUICK, track_started=True, name="tests.aborts",
       lock_max_wait=3600)  # so that it does not wait for a release alone  # fmt: skip
 def aborts(self: Any, key: str) -> str:
-    """Run until it is aborted."""
     write("begin", key)
     end = time.monotonic() + 120
     while not self.is_aborted() and time.monotonic() < end:

@@ -19,13 +19,11 @@ def newer(old: Any, **options: Any) -> Any:
 
 @newer(rebuild)
 def rebuild_since(key: str, since: int, *, until: str = "") -> str:
-    """Write that it runs."""
     write("begin", key)
     return key
 
 
 @newer(step, autoretry_for=(Exception,), default_retry_delay=0.1, max_retries=2)
 def step_since(key: str, since: int) -> str:
-    """Write that it runs."""
     write("begin", key)
     return key

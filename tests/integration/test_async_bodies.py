@@ -7,7 +7,7 @@ import functools
 import gc
 import types
 import warnings
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
@@ -18,22 +18,17 @@ from asgiref.sync import async_to_sync
 from celery import Celery
 
 from celery_redlock import LockedTask, LockTaken, SettingsError
-from tests.conftest import PATIENCE, Nodes, is_free, see_freed
+from tests.conftest import Nodes, is_free, see_freed
 from tests.integration.conftest import Stage
 
 began: list[str] = []
 looks: list[Callable[[], bool]] = []  # at what is to hold in the middle of a body
 
 
-@pytest.fixture
-def app(nodes: Nodes) -> Iterator[Celery]:
+@pytest.fixture(autouse=True)
+def nothing_began_yet() -> None:
     began.clear()
     looks.clear()
-    made = Celery("awaits", broker="memory://", backend="cache+memory://", set_as_default=False)
-    made.conf.update(redlock_nodes=[node.url for node in nodes], task_always_eager=True)
-    made.conf.redlock_node_timeout = PATIENCE
-    yield made
-    made.close()
 
 
 async def settle(order: int) -> bool:

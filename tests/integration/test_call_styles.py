@@ -6,7 +6,7 @@ import functools
 import inspect
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -26,12 +26,6 @@ from celery_redlock import (
     SettingsError,
     current_lock,
 )
-from celery_redlock.signals import (
-    LockAcquiredEvent,
-    LockReleasedEvent,
-    lock_acquired,
-    lock_released,
-)
 from celery_redlock.tasks.delivery.delivery import Delivery
 from celery_redlock.tasks.delivery.route import Route, queue_of
 from celery_redlock.testing import locking_off
@@ -40,13 +34,9 @@ from tests.integration.conftest import ROOT, Stage, overlaps
 
 
 @pytest.fixture
-def app(nodes: Nodes) -> Iterator[Celery]:
-    made = Celery("styles", broker="memory://", backend="cache+memory://", set_as_default=False)
-    made.conf.update(redlock_nodes=[node.url for node in nodes], task_always_eager=True)
-    made.conf.redlock_node_timeout = PATIENCE
-    made.conf.task_queues = [Queue("celery"), Queue("slow")]
-    yield made
-    made.close()
+def app(app: Celery) -> Celery:
+    app.conf.task_queues = [Queue("celery"), Queue("slow")]
+    return app
 
 
 @pytest.mark.parametrize("name", ["rude", "polite", "class_task"])
@@ -535,26 +525,6 @@ def test_a_users_mixed_in_run_is_gated(app: Celery) -> None:
         name = "mixed"
 
     assert app.register_task(Mixed()).apply().get()
-
-
-def test_signals_carry_records_and_name_the_task(app: Celery) -> None:
-    @app.task(base=LockedTask, lock_key="s", shared=False)
-    def settle() -> None: ...
-
-    heard: list[tuple[Any, Any]] = []
-
-    def note(sender: Any = None, event: Any = None, **_: Any) -> None:
-        heard.append((sender, event))
-
-    for signal in (lock_acquired, lock_released):
-        signal.connect(note)
-    settle.apply()
-    (first, acquired), (second, released) = heard
-    assert first.name == second.name == settle.name
-    assert acquired == LockAcquiredEvent("s", 30.0)
-    assert isinstance(released, LockReleasedEvent)
-    assert (released.resource, released.by) == ("s", "holder")
-    assert released.held_for >= 0
 
 
 class TestDeclarationsThatCannotBeMeant:

@@ -12,18 +12,11 @@ from celery.exceptions import ChordError, TaskRevokedError
 
 from celery_redlock import Backoff, LockTaken, RedlockError
 from tests.conftest import eventually
-from tests.integration.conftest import MakeStage, Stage
+from tests.integration.conftest import Stage
 
+WORKER = {"concurrency": 3}
 WAITING = ("step", "asks")  # on_conflict="defer", and a callable that says so
 NOT_RUN = {"skip": TaskRevokedError, "fail": LockTaken}
-
-
-@pytest.fixture(scope="module")
-def stage(set_standing_stage: MakeStage) -> Stage:
-    """Give a stage whose one worker stays for all tests here; each test has keys of its own."""
-    made = set_standing_stage()
-    made.worker(concurrency=3)
-    return made
 
 
 def ran(stage: Stage, key: str) -> int:

@@ -26,10 +26,9 @@ from celery import Celery, _state
 from celery.bin.celery import celery
 from click import ClickException
 from click.testing import CliRunner, Result
-from kombu import Queue
 from redis import Redis
 
-from celery_redlock import LockedTask, LockLost, Redlock, SettingsError
+from celery_redlock import LockedTask, LockLost, Redlock
 from celery_redlock.lock.model.keys import lock_key, waiting_key
 from celery_redlock.testing import embedded_nodes
 from tests.conftest import PATIENCE, Nodes, eventually, register, settle
@@ -127,31 +126,9 @@ def test_who_forgets_to_name_the_app_is_told(tmp_path: Path) -> None:
     assert told.stderr.endswith("No app is named: celery -A shop redlock ...\n")
 
 
-@pytest.mark.parametrize("queues", [[Queue("slow")], {"slow": {}}])
-def test_an_unknown_queue_is_an_error_where_none_is_made_by_a_send(queues: Any) -> None:
-    app = Celery("queues", broker="memory://", set_as_default=False)
-    app.conf.update(task_queues=queues, redlock_queues={"slwo": {"ttl": 40}})
-    app.conf.task_create_missing_queues = False
-
-    @app.task(base=LockedTask, shared=False)
-    def settle() -> None: ...
-
-    with pytest.raises(SettingsError, match=r"redlock_queues='slwo'.*did you mean 'slow'"):
-        app.finalize()
-
-
 def test_rules_are_shown_with_where_each_was_set(stage: Stage) -> None:
-    line = [
-        sys.executable,
-        "-m",
-        "celery",
-        "-A",
-        "tests.integration.app",
-        "redlock",
-        "options",
-        WORK,
-    ]
-    run = [*line, "--queue", "other"]
+    line = "-m celery -A tests.integration.app redlock options --queue other"
+    run = [sys.executable, *line.split(), WORK]
     table = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, check=False)
     assert (table.returncode, table.stderr) == (0, "")
     first, *rows = table.stdout.splitlines()
@@ -271,14 +248,12 @@ class Terminal:
         os.write(self._side, key.encode())
 
     def lines(self) -> list[str]:
-        """Return all lines of a command that ends by itself, without their colours."""
         while self.read():
             pass
         self.close()
         return re.sub(r"\x1b\[[\d;]*m", "", self.output).splitlines()
 
     def screen(self) -> list[str]:
-        """Return the lines of the last whole screen."""
         screens = [one for one in self.output.split("\x1b[H") if one.endswith("\x1b[J")]
         text = screens[-1] if screens else ""
         return re.sub(r"\x1b\[[\d;]*[mKJ]", "", text).splitlines()

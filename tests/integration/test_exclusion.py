@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from celery_redlock import Backoff, QuorumUnreachable
+from celery_redlock import QuorumUnreachable
 from celery_redlock.testing import embedded_nodes
 from tests.conftest import (
     NODE_TIMEOUT,
@@ -18,7 +18,7 @@ from tests.conftest import (
     keys_on,
     trust_nodes,
 )
-from tests.integration.conftest import MakeStage, Stage, overlaps, slow_but
+from tests.integration.conftest import MakeStage, Stage, overlaps
 
 
 @pytest.mark.slow
@@ -48,16 +48,6 @@ def test_two_tasks_that_share_a_key_never_overlap_over_many_rounds(stage: Stage)
     assert not overlaps(spans)
 
 
-@pytest.mark.parametrize("pool", slow_but(["prefork"], ["prefork", "threads", "solo"]))
-def test_every_pool_takes_and_frees_the_lock(stage: Stage, pool: str) -> None:
-    stage.worker(pool=pool, concurrency=4)
-    results = [stage.tasks.work.delay(f"key{n % 2}") for n in range(12)]
-    assert [result.get(timeout=120) for result in results] == [0] * 12
-    if pool != "threads":  # bodies of one process share its pid there
-        assert not any(overlaps(spans) for spans in stage.intervals().values())
-    stage.see_freed("k:key0", "k:key1")
-
-
 @pytest.mark.slow
 def test_a_body_of_two_ttls_keeps_its_lock_and_a_rival_follows(stage: Stage) -> None:
     stage.worker(concurrency=2)
@@ -68,26 +58,6 @@ def test_a_body_of_two_ttls_keeps_its_lock_and_a_rival_follows(stage: Stage) -> 
     first, second = stage.intervals()["k"]
     assert first[1] - first[0] >= 2 * TTL
     assert second[0] >= first[1]
-
-
-@pytest.mark.slow
-def test_a_dead_worker_holds_a_message_up_no_longer_than_its_lease(
-    make_stage: MakeStage, nodes: Nodes
-) -> None:
-    stage = make_stage(nodes, redlock_ttl=TTL)
-    holder = stage.worker("holder", queues=["held"], concurrency=10)
-    stage.worker("waiter", queues=["waiting"], concurrency=2)
-    keys = [f"k{n}" for n in range(10)]
-    for key in keys:
-        stage.tasks.work.apply_async((key, 600), queue="held")
-    stage.wait_for("begin", 10)
-    alone = {"backoff": Backoff(first=1e7, cap=1e7)}  # no try by itself is near
-    waiting = [stage.tasks.work.apply_async((k, 0), queue="waiting", lock=alone) for k in keys]
-    for result in waiting:
-        stage.see_deferred(result)
-    holder.kill()
-    begins = stage.wait_for("begin", 20)[10:]
-    assert {line.key for line in begins} == set(keys)
 
 
 def test_one_dead_node_of_three_stops_nothing(make_stage: MakeStage, mortal_nodes: Nodes) -> None:

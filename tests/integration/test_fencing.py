@@ -8,7 +8,6 @@ import pytest
 from celery import Celery
 
 from celery_redlock import LockedTask, RedlockError
-from tests.conftest import PATIENCE, Nodes
 from tests.integration.conftest import Stage
 
 
@@ -25,11 +24,7 @@ def test_each_run_has_a_greater_token_than_every_one_before_it(stage: Stage) -> 
         assert lock.fencing_token > tokens[-1]
 
 
-def test_a_call_can_ask_for_a_token(nodes: Nodes) -> None:
-    app = Celery("fencing", broker="memory://", set_as_default=False)
-    app.conf.redlock_nodes = [node.url for node in nodes]
-    app.conf.redlock_node_timeout = PATIENCE
-
+def test_a_call_can_ask_for_a_token(app: Celery) -> None:
     @app.task(bind=True, base=LockedTask, lock_key="k", shared=False)
     def token(self: Any) -> int:
         return int(self.lock.fencing_token)
@@ -37,4 +32,3 @@ def test_a_call_can_ask_for_a_token(nodes: Nodes) -> None:
     assert token.apply(lock={"fencing": True}, throw=True).get() > 0
     with pytest.raises(RedlockError, match="fencing=True"):
         token.apply(throw=True)
-    app.close()

@@ -119,18 +119,15 @@ class Example:
         return client
 
     def lines(self, what: str, key: str) -> list[float]:
-        """Return when bodies of a key began, or ended."""
         file = self.folder / "lines"
         text = file.read_text() if file.exists() else ""
         lines = [json.loads(line) for line in text.split("\n")[:-1]]
         return [at for said, of, at in lines if (said, of) == (what, key)]
 
     def see_begin(self, key: str, count: int = 1) -> None:
-        """Return when so many bodies of a key have begun."""
         eventually(lambda: len(self.lines("begin", key)) >= count)
 
     def let_go(self, key: str) -> None:
-        """Let the bodies of a key end."""
         (self.folder / f"go-{key}").touch()
 
     def see_no_overlap(self, key: str, count: int) -> None:
@@ -147,15 +144,12 @@ class Example:
         return {meta["task_id"]: meta for meta in metas}
 
     def states(self) -> list[str]:
-        """Return the states of all tasks in that result backend."""
         return [meta["status"] for meta in self.metas().values()]
 
     def state(self, task: str) -> str | None:
-        """Return the state of a task in that result backend, None before the first."""
         return self.metas().get(task, {}).get("status")
 
     def see_result(self, task: str) -> Any:
-        """Return what a task returned, once it has."""
         eventually(lambda: self.state(task) == "SUCCESS")
         return self.metas()[task]["result"]
 

@@ -106,7 +106,6 @@ class GuestWorker:
         return statistics.median(took)
 
     def lines(self) -> list[str]:
-        """Return the lines of the log without what differs from run to run."""
         varying = r"0x[0-9a-f]+|[0-9a-f-]{36}|[\d.]+|redis://\S+|/tmp/\S+"
         lines = [one for one in self._log.read_text().splitlines() if " succeeded in " not in one]
         return sorted(re.sub(varying, "#", one) for one in lines)

@@ -13,7 +13,6 @@ import pytest
 
 from celery_redlock.lock.model.keys import waiting_key
 from celery_redlock.testing import EmbeddedNode, WorkerProcess
-from tests.clocks import WallClock
 from tests.conftest import Nodes, eventually
 from tests.integration.conftest import MakeStage, Stage, overlaps
 
@@ -28,13 +27,11 @@ def handoff_stage(make_stage: MakeStage, nodes: Nodes) -> Stage:
 
 
 def start(stage: Stage, **options: Any) -> tuple[WorkerProcess, WorkerProcess]:
-    """Start the two workers."""
     first = stage.worker("w1", concurrency=1, queues=[FIRST], **options)
     return first, stage.worker("w2", concurrency=1, queues=[SECOND])
 
 
 def see_waiting(stage: Stage, nodes: Nodes | None = None) -> tuple[Any, Any]:
-    """Return the results of a message of each worker, once all nodes can name both workers."""
     results = []
     for queue in (FIRST, SECOND):
         results.append(stage.tasks.patient.apply_async(("k", queue), queue=queue))
@@ -44,8 +41,6 @@ def see_waiting(stage: Stage, nodes: Nodes | None = None) -> tuple[Any, Any]:
 
 
 def see_registered(nodes: Nodes, count: int) -> None:
-    """Return when each node has so many waiters whose own channel is subscribed to."""
-
     def listening(node: EmbeddedNode) -> int:
         names = node.client().zrange(waiting_key("redlock", "k:k"), 0, -1)
         channels = [f"{{redlock}}:handoff:{name}" for name in names]
@@ -92,14 +87,6 @@ def test_a_named_worker_that_is_killed_costs_nobody_the_lock(handoff_stage: Stag
     eventually(lambda: not any(node.client().zcard(key) for node in handoff_stage.nodes))
 
 
-def test_a_node_that_lost_its_memory_costs_nobody_the_lock(handoff_stage: Stage) -> None:
-    start(handoff_stage)
-    with handoff_stage.tasks.patient.lock_for("k", wait=60):
-        results = see_waiting(handoff_stage)
-        handoff_stage.nodes[0].client().flushall()
-    see_end(handoff_stage, *results)
-
-
 def test_a_node_that_nobody_reaches_costs_nobody_the_lock(
     make_stage: MakeStage, mortal_nodes: Nodes
 ) -> None:
@@ -109,18 +96,3 @@ def test_a_node_that_nobody_reaches_costs_nobody_the_lock(
         results = see_waiting(stage)
         mortal_nodes[0].pause()
     see_end(stage, *results)
-
-
-def test_workers_whose_clocks_are_a_second_apart_hand_the_lock_on(
-    handoff_stage: Stage, wall_clock: WallClock
-) -> None:
-    own = dict(handoff_stage.env)
-    handoff_stage.env.update(wall_clock.environment)
-    handoff_stage.worker("w1", concurrency=1, queues=[FIRST])
-    handoff_stage.env.clear()
-    handoff_stage.env.update(own)
-    handoff_stage.worker("w2", concurrency=1, queues=[SECOND])
-    wall_clock.set(1)
-    with handoff_stage.tasks.patient.lock_for("k", wait=60):
-        results = see_waiting(handoff_stage)
-    see_end(handoff_stage, *results)

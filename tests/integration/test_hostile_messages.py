@@ -61,7 +61,6 @@ def workers(stage: Stage) -> Iterator[Workers]:
 
 
 def strange_values(rng: random.Random) -> list[Any]:
-    """Return one value of each JSON type."""
     by_type: dict[type, list[Any]] = {}
     for value in STRANGE:
         by_type.setdefault(type(value), []).append(value)
@@ -190,7 +189,6 @@ def see_a_good_message_run(stage: Stage, workers: Workers, key: str) -> None:
 
 
 def most_memory(worker: WorkerProcess) -> int:
-    """Return the most bytes that one process of a worker has had for itself so far."""
     found = []
     for status in Path("/proc").glob("[0-9]*/status"):
         try:

@@ -44,7 +44,6 @@ VALUES: list[Any] = [*TEXTS.values(), *OTHER_TYPES.values()]
 
 
 def messages(release: str) -> Iterator[str | bytes]:
-    """Yield what may be published on a channel."""
     yield from TEXTS.values()
     for number, rank in enumerate(("0", "1", "99", "-1", DIGITS, "9" * 5000)):
         for id_ in (f"{release}-{number}", HUGE):
@@ -59,7 +58,6 @@ def hostile_stage(make_stage: MakeStage, nodes: Nodes) -> tuple[Stage, WorkerPro
 
 
 def run_some(stage: Stage, number: int) -> None:
-    """Run locked tasks of several kinds, as many at once as the worker has slots."""
     tasks = stage.tasks
     results = [task.delay(f"{number}") for task in (tasks.work, tasks.late, tasks.once_early)]
     for result in results:
@@ -88,7 +86,6 @@ def assert_commands_work(client: Redis) -> None:
 
 
 def memory_of(worker: WorkerProcess) -> int:
-    """Return the bytes of memory that the main process of a worker has."""
     return int(Path(f"/proc/{worker.pid}/statm").read_text().split()[1]) * 4096
 
 

@@ -17,23 +17,13 @@ from tests.conftest import TTL, Nodes, eventually
 from tests.contract.proxy import FAIR, Proxy, Way, Weather, proxies
 from tests.integration.conftest import Line, MakeStage, Stage
 
+WORKER = {"concurrency": 4}
 THEIRS = "theirs"  # a value that another's lock has
 PIDFD = "anon_inode:[pidfd]"  # what /proc calls a descriptor of a process
 
 only_5_7 = pytest.mark.skipif(
     celery.__version__ < "5.7", reason="Celery has retry_on_worker_lost from 5.7 on"
 )
-
-
-@pytest.fixture
-def stage(shared_stage: Stage) -> Stage:
-    """Give the module's stage, and its worker; tests that need a pool of their own make another."""
-    return shared_stage
-
-
-@pytest.fixture
-def worker(shared_worker: WorkerProcess) -> WorkerProcess:
-    return shared_worker
 
 
 def staying(stage: Stage, *keys: str) -> list[Line]:
@@ -55,7 +45,6 @@ def holds_everywhere(stage: Stage, resource: str) -> bool:
 
 
 def is_gone(pid: int) -> bool:
-    """Tell whether a process runs no more."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except OSError:
@@ -125,7 +114,6 @@ def shared_with_children(pid: int) -> int:
 
 
 def descriptors_of(pid: int) -> list[str]:
-    """Return what the descriptors of a process stand for."""
     found = []
     for link in Path(f"/proc/{pid}/fd").iterdir():
         with suppress(FileNotFoundError):  # closed meanwhile
@@ -134,7 +122,6 @@ def descriptors_of(pid: int) -> list[str]:
 
 
 def children_of(pid: int) -> list[int]:
-    """Return the children of a process that have a slot of their own."""
     every = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     return [child for child in map(int, every) if shared_with_children(child)]
 

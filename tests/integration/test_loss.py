@@ -116,21 +116,6 @@ def test_a_body_that_ends_without_its_lock_is_no_success(stage: Stage, pool: str
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pool", ["prefork", "gevent"])
-def test_a_run_inside_a_body_ends_before_its_body_is_told(stage: Stage, pool: str) -> None:
-    worker = stage.worker(pool=pool, concurrency=1)
-    result = stage.tasks.holds_on.delay("k", "applies")
-    eventually(lambda: any(line.key == "k-inner" for line in stage.lines("begin")))
-    take_away(stage, "k")
-    eventually(lambda: "lost 'k:k'" in worker.output())
-    stage.log.with_name("go on").touch()
-    see_lost(stage, result)
-    order = [(line.what, line.key) for line in stage.lines("waited", "told")]
-    assert order == [("waited", "k-inner"), ("told", "k")]
-    assert stage.lines("waited")[0].more == {"held": True}
-
-
-@pytest.mark.slow
 def test_a_greenlet_that_never_gives_way_is_renewed(stage: Stage) -> None:
     stage.worker(pool="gevent", concurrency=2)
     result = stage.tasks.gives_nobody_way.delay("k", TTL + 2, in_c=False)

@@ -16,13 +16,7 @@ from tests.conftest import Nodes, eventually
 from tests.integration import carried
 from tests.integration.conftest import MakeStage, Stage
 
-
-@pytest.fixture
-def stage(shared_stage: Stage) -> Stage:
-    """Give the module's stage, and its worker; tests with settings of their own make another."""
-    return shared_stage
-
-
+WORKER = {"concurrency": 4}
 OFTEN = {"max_wait": 3600}  # so that it does not wait for a release alone
 
 

@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from celery import Celery
 
 from celery_redlock import LockedTask, LockTaken, SettingsError, current_lock
-from tests.conftest import PATIENCE, Nodes, eventually, is_free, see_freed
+from tests.conftest import Nodes, eventually, is_free, see_freed
 from tests.integration.conftest import Stage
-
-
-@pytest.fixture
-def app(nodes: Nodes) -> Iterator[Celery]:
-    made = Celery("nesting", broker="memory://", set_as_default=False)
-    made.conf.redlock_nodes = [node.url for node in nodes]
-    made.conf.redlock_node_timeout = PATIENCE
-    yield made
-    made.close()
 
 
 @pytest.mark.parametrize("name", ["nests_early", "nests_late"])

@@ -47,7 +47,6 @@ def stage(
 
 
 def count_ready(stage: Stage, queue: str) -> int:
-    """Return how many messages are ready in a queue, -1 if there is no such queue."""
     with stage.app.connection_for_read() as connection, connection.channel() as channel:
         try:
             return int(channel.queue_declare(queue, passive=True).message_count)
@@ -72,7 +71,6 @@ def control(stage: Stage, worker: WorkerProcess, command: str, *queues: str, **m
 
 
 def see_runs(stage: Stage, *results: Any) -> None:
-    """Return when all results are a success."""
     for result in results:
         eventually(lambda result=result: stage.info(result)["status"] == "SUCCESS")
 

@@ -40,7 +40,6 @@ def stage(shared_stage: Stage) -> Stage:
 
 
 def go(stage: Stage, name: str) -> None:
-    """Let the bodies go on that wait for this name."""
     stage.log.with_name(name).touch()
 
 
@@ -83,21 +82,6 @@ def test_a_plain_lock_waits_for_its_own_permit_alone(stage: Stage, key: str) -> 
     go(stage, f"{key}-go")
     for result in (plain, *holders):
         result.get(timeout=120)
-
-
-def test_old_and_new_limits_together_are_never_more_than_the_larger_one(
-    stage: Stage, key: str
-) -> None:
-    results = []
-    for _ in range(15):
-        results.append(stage.tasks.permitted.delay(key))
-        results.append(stage.tasks.permitted.apply_async((key, "plain"), lock=PLAIN))
-    for result in results:
-        result.get(timeout=120)
-    intervals = stage.intervals()
-    assert len(intervals[key]) == 30
-    assert most_at_once(intervals[key]) <= LIMIT
-    assert not overlaps(intervals["plain"])
 
 
 def test_workers_with_old_and_new_settings_together_are_never_more_than_the_larger_limit(

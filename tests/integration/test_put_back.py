@@ -80,7 +80,6 @@ def test_what_stayed_with_the_broker_is_not_shown_as_deferred_while_it_runs(stag
 
 
 def request_of(task: Any) -> Context:
-    """Return the request of a delivery, as a worker makes it."""
     delivery = {"exchange": "", "routing_key": QUEUE}
     fields = {"id": str(uuid.uuid4()), "args": ("k",), "kwargs": {}, "retries": 0}
     return Context({**fields, "delivery_info": delivery}, called_directly=False)

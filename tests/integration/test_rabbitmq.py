@@ -13,14 +13,13 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from celery import chord
 from celery.exceptions import TaskRevokedError
 
 from celery_redlock.testing import EmbeddedNode, WorkerProcess
 from tests.conftest import Nodes, eventually, see_listening, trust_nodes
 from tests.contract.proxy import FAIR, Link, Proxy, Stream, Way, Weather
 from tests.integration import carried
-from tests.integration.conftest import Line, Stage, overlaps, set_stage, slow_but
+from tests.integration.conftest import Line, Stage, set_stage, slow_but
 
 
 @pytest.fixture(scope="module", params=slow_but(["quorum"], ["classic", "quorum"]))
@@ -105,20 +104,6 @@ def test_what_expires_in_its_slot_ends_as_revoked(stage: Stage) -> None:
         eventually(lambda: stage.info(result)["status"] == "REVOKED")
     assert f"{result.id}] deferred" not in worker.output()
     assert not [line for line in stage.lines("begin") if line.key == "slow"]
-
-
-def test_a_chord_of_equal_headers_runs_them_in_turn(stage: Stage) -> None:
-    header = [stage.tasks.work.si("chord") for _ in range(3)]
-    assert chord(header)(stage.tasks.gather.s()).get(timeout=120) == 3
-    spans = stage.intervals()["chord"]
-    assert len(spans) == 3
-    assert not overlaps(spans)
-
-
-def test_a_message_handed_back_by_its_body_takes_the_lock_again(stage: Stage) -> None:
-    result = stage.tasks.late_end.delay("requeued", "requeue")
-    assert result.get(timeout=120) == "again"
-    stage.see_freed("k:requeued")
 
 
 def test_a_release_wakes_a_message_that_waits_in_a_worker(stage: Stage) -> None:
@@ -300,23 +285,6 @@ def test_a_twin_whose_time_is_over_is_there_when_the_first_delivery_dies(
         far[0].kill()
         eventually(lambda: stage.info(result)["status"] == "REVOKED")
     assert len([line for line in stage.lines("begin") if line.key == key]) == 1
-
-
-def test_a_send_is_deduplicated_until_its_run_is_done(stage: Stage) -> None:
-    for name in ("once_early", "once_late"):
-        task = getattr(stage.tasks, name)
-        with task.lock_for(name, wait=60):
-            first = task.delay(name, value="first")
-            stage.see_deferred(first)
-            assert task.delay(name, value="dropped").id == first.id
-        assert first.get(timeout=120) == "first"
-        pattern = f"{{redlock}}:unique:*:{name}"
-        eventually(lambda pattern=pattern: not any(n.client().keys(pattern) for n in stage.nodes))
-        assert task.delay(name, value="second").get(timeout=120) == "second"
-        assert [x.more["value"] for x in stage.lines("once") if x.key == name] == [
-            "first",
-            "second",
-        ]
 
 
 def test_a_send_is_a_new_one_once_rabbitmq_has_dropped_the_earlier_message(stage: Stage) -> None:

@@ -7,9 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack
-from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from typing import Any
 
@@ -21,7 +18,7 @@ from celery_redlock.tasks.delivery.delivery import HEADER, Deferral, LockHeader,
 from celery_redlock.tasks.delivery.route import QUEUE as KEPT_QUEUE
 from celery_redlock.testing import WorkerProcess
 from tests.conftest import PATIENCE, eventually
-from tests.integration.conftest import ROOT, Line, MakeStage, Stage
+from tests.integration.conftest import ROOT, Line, Stage
 from tests.integration.deliveries import QUEUE, deliver, heard, run_here, see_drained
 from tests.integration.test_loss import take_away
 
@@ -34,26 +31,9 @@ HELD_BACK = "held-back"  # a queue that no worker has
 LIMIT = 8  # s: a hard limit by which a body has begun, also where a stall of 5 s came before
 
 
-@pytest.fixture(scope="module")
-def placed(set_standing_stage: MakeStage) -> tuple[Stage, WorkerProcess]:
-    """Give a stage whose one worker stays for all tests here; each test has keys of its own.
-
-    A run that hears no quorum in time is put back, so the nodes have time for a stall.
-    """
-    made = set_standing_stage(task_track_started=True, redlock_node_timeout=PATIENCE)
-    return made, made.worker(concurrency=3, queues=["celery"], options=["-E"])
-
-
-@pytest.fixture
-def stage(placed: tuple[Stage, WorkerProcess]) -> Iterator[Stage]:
-    """Give that stage; a worker that a test starts beside its one worker ends with the test."""
-    with ExitStack() as stack:
-        yield replace(placed[0], stack=stack)
-
-
-@pytest.fixture
-def worker(placed: tuple[Stage, WorkerProcess]) -> WorkerProcess:
-    return placed[1]
+# time for a stall: a run that hears no quorum in time is put back
+CONF = {"task_track_started": True, "redlock_node_timeout": PATIENCE}
+WORKER = {"concurrency": 3, "queues": ["celery"], "options": ["-E"]}
 
 
 def hold_back(stage: Stage, name: str, *args: Any, **options: Any) -> tuple[Any, str]:
@@ -97,7 +77,6 @@ def begun(stage: Stage, key: str) -> list[Line]:
 
 
 def says(worker: WorkerProcess, what: str, result: Any) -> int:
-    """Return how many lines of a worker's log say something of a task."""
     lines = worker.output().splitlines()
     return sum(what in line and result.id in line for line in lines)
 
@@ -123,7 +102,6 @@ def test_a_run_is_done_though_what_comes_after_its_end_fails(
 
 
 def marks(stage: Stage, result: Any) -> int:
-    """Return on how many nodes a task's run is marked as done."""
     pattern = f"*:done:{result.id}:*"
     return sum(bool(node.client().keys(pattern)) for node in stage.nodes)
 
@@ -187,7 +165,6 @@ def test_a_run_whose_child_was_killed_runs_again_though_one_before_it_was_ended(
 
 
 def see_expired(message: str) -> None:
-    """Return when a message's time is over."""
     expires = datetime.fromisoformat(json.loads(message)["headers"]["expires"])
     eventually(lambda: datetime.now(timezone.utc) > expires)
 
@@ -412,7 +389,6 @@ def test_an_unflagged_delivery_of_what_runs_is_dropped_like_a_flagged_one(
 
 
 def ran(stage: Stage, key: str) -> list[str]:
-    """Return the values with which bodies of deduplicated sends began."""
     return [line.more["value"] for line in stage.lines("once") if line.key == key]
 
 

@@ -9,17 +9,10 @@ from celery import Celery
 
 from celery_redlock import Backoff, LockTaken, SettingsError, send_unique
 from tests.conftest import eventually
-from tests.integration.conftest import MakeStage, Stage
+from tests.integration.conftest import Stage
 
+WORKER = {"concurrency": 1}
 OPTIONS = {"on_conflict": "fail", "backoff": Backoff()}
-
-
-@pytest.fixture(scope="module")
-def stage(set_standing_stage: MakeStage) -> Stage:
-    """Give a stage whose one worker stays for all tests here; each test has keys of its own."""
-    made = set_standing_stage()
-    made.worker(concurrency=1)
-    return made
 
 
 @pytest.mark.parametrize("has_task", [True, False])

@@ -5,24 +5,12 @@ from __future__ import annotations
 import pytest
 
 from celery_redlock import SettingsError
-from celery_redlock.testing import WorkerProcess
 from tests.conftest import PATIENCE, eventually
-from tests.integration.conftest import MakeStage, Stage, overlaps
+from tests.integration.conftest import Stage, overlaps
 
+CONF = {"redlock_node_timeout": PATIENCE}  # time for a stall: else a free one is in the way
+WORKER = {"concurrency": 4}
 PAIRS = 40  # of tasks that name their two resources in opposite orders
-
-
-@pytest.fixture(scope="module")
-def standing_stage(set_standing_stage: MakeStage) -> tuple[Stage, WorkerProcess]:
-    """Give a stage and its one worker; nodes have time for a stall, or a free one is in the way."""
-    made = set_standing_stage(redlock_node_timeout=PATIENCE)
-    return made, made.worker(concurrency=4)
-
-
-@pytest.fixture
-def stage(shared_stage: Stage) -> Stage:
-    """Give the module's stage, and its worker."""
-    return shared_stage
 
 
 @pytest.fixture
@@ -64,19 +52,6 @@ def test_deferred_names_the_resource_that_is_held_and_keeps_none_of_the_others(
         # all or none: the other one is free for whoever needs that alone
         assert stage.tasks.work.delay(x).get(timeout=120) == 0
     assert result.get(timeout=120) == f"k:{x}, k:{y}"
-
-
-def test_the_same_resource_named_twice_is_one(stage: Stage, x: str) -> None:
-    assert stage.tasks.transfer.delay(x, x).get(timeout=120) == f"k:{x}"
-
-
-def test_lock_for_takes_all_of_them(stage: Stage, x: str, y: str) -> None:
-    with stage.tasks.transfer.lock_for(y, x, wait=60) as lock:
-        assert lock.resource == f"k:{x}, k:{y}"
-        results = [stage.tasks.work.delay(key) for key in (x, y)]
-        eventually(lambda: min(map(stage.deferrals, results)) >= 1)
-        assert stage.lines("begin") == []
-    assert [result.get(timeout=120) for result in results] == [0, 0]
 
 
 def test_a_call_may_name_several_and_then_no_permits(stage: Stage, key: str) -> None:

@@ -19,23 +19,13 @@ from celery.exceptions import TaskRevokedError
 
 from celery_redlock import LockedTask, LockTaken, QuorumUnreachable, SettingsError
 from celery_redlock.tasks.per_app import redlock_of
-from celery_redlock.testing import EmbeddedNode, WorkerProcess
+from celery_redlock.testing import EmbeddedNode
 from tests.conftest import PATIENCE, Nodes, eventually, trust_nodes
 from tests.integration.conftest import PASSWORD, MakeStage, Stage, slow_but
 from tests.integration.deliveries import watched
 
-
-@pytest.fixture(scope="module")
-def standing_stage(set_standing_stage: MakeStage) -> tuple[Stage, WorkerProcess]:
-    """Give a stage and its one worker; nodes have time for a stall, or a holder has no name."""
-    made = set_standing_stage(redlock_node_timeout=PATIENCE)
-    return made, made.worker(concurrency=4, options=["-E"])
-
-
-@pytest.fixture
-def stage(shared_stage: Stage) -> Stage:
-    """Give the module's stage, and its worker; tests with settings of their own make another."""
-    return shared_stage
+CONF = {"redlock_node_timeout": PATIENCE}  # time for a stall: else a holder has no name
+WORKER = {"concurrency": 4, "options": ["-E"]}
 
 
 def test_deferred_says_what_it_waits_for_and_until_when(stage: Stage, key: str) -> None:
@@ -164,7 +154,6 @@ ERRORS = ("exception", "traceback")
 
 
 def of(result: Any, kind: str, events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return a message's events of a kind."""
     return [event for event in events if (event.get("uuid"), event["type"]) == (result.id, kind)]
 
 

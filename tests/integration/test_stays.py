@@ -29,22 +29,18 @@ BEHIND = 50
 
 
 def in_queue(stage: Stage) -> list[dict[str, Any]]:
-    """Return the messages of the queue."""
     return [json.loads(text) for text in stage.broker.client().lrange("celery", 0, -1)]
 
 
 def received(worker: WorkerProcess, result: Any) -> int:
-    """Return how often a worker has received a message."""
     return worker.output().count(f"{result.id}] received")
 
 
 def see_unacknowledged(stage: Stage, count: int) -> None:
-    """Return when workers have so many messages."""
     eventually(lambda: stage.broker.client().hlen("unacked") == count)
 
 
 def see_success(stage: Stage, *results: Any) -> None:
-    """Return when all of them have succeeded."""
     eventually(lambda: {stage.info(result)["status"] for result in results} == {"SUCCESS"})
 
 

@@ -7,7 +7,6 @@ import itertools
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import celery.worker.request
@@ -140,13 +139,9 @@ def test_a_chord_of_them_ends(stage: Stage, account: str) -> None:
 
 
 @pytest.fixture
-def app(nodes: Nodes) -> Iterator[Celery]:
-    made = Celery("others", broker="memory://", backend="cache+memory://", set_as_default=False)
-    made.conf.update(redlock_nodes=[node.url for node in nodes], task_always_eager=True)
-    made.conf.redlock_node_timeout = PATIENCE
-    made.conf.redlock_tasks = {"vendor.*": {"key": "account:{account}", "ttl": 29}}
-    yield made
-    made.close()
+def app(app: Celery) -> Celery:
+    app.conf.redlock_tasks = {"vendor.*": {"key": "account:{account}", "ttl": 29}}
+    return app
 
 
 def held() -> tuple[str, float] | None:

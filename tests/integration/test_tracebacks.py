@@ -22,18 +22,14 @@ from celery.signals import task_postrun
 import celery_redlock
 from celery_redlock import LockedTask, LockTaken, QuorumUnreachable, Redlock, SettingsError
 from celery_redlock.tasks.wrapping import keep_tracebacks
-from tests.conftest import PATIENCE, Nodes
 
 OURS = str(Path(celery_redlock.__file__).parent)
 
 
 @pytest.fixture
-def app(nodes: Nodes) -> Iterator[Celery]:
-    made = Celery("frames", broker="memory://", backend="cache+memory://", set_as_default=False)
-    made.conf.update(redlock_nodes=[node.url for node in nodes])
-    made.conf.redlock_node_timeout = PATIENCE
-    yield made
-    made.close()
+def app(app: Celery) -> Celery:
+    app.conf.task_always_eager = False
+    return app
 
 
 def outcome(task: Any, *args: Any, **request: Any) -> Any:

@@ -30,7 +30,6 @@ def outputs(workers: list[WorkerProcess]) -> str:
 
 
 def see_older_than(moment: float, seconds: float) -> None:
-    """Return when so many s have passed since a monotonic s."""
     eventually(lambda: time.monotonic() - moment > seconds)
 
 

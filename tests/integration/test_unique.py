@@ -6,12 +6,8 @@ import datetime as dt
 import os
 import subprocess
 import sys
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
-from urllib.request import Request, urlopen
 
-import flask
 import pytest
 from celery import Celery, chain, chord, group
 from celery.beat import ScheduleEntry, Scheduler
@@ -20,15 +16,13 @@ from celery.result import EagerResult
 from celery.schedules import schedule
 from kombu import Connection
 from kombu.exceptions import OperationalError
-from redbeat import RedBeatScheduler, RedBeatSchedulerEntry
-from werkzeug.serving import make_server
 
 from celery_redlock import DuplicateTask, LockedTask, QuorumUnreachable, SettingsError, send_unique
 from celery_redlock.lock.engine.session import Session
 from celery_redlock.tasks.per_app import redlock_of
 from celery_redlock.tasks.unique.claim import ClaimToken
 from tests.conftest import FREED, PATIENCE, Nodes, eventually, is_free
-from tests.integration.conftest import ROOT, MakeStage, Stage, slow_but
+from tests.integration.conftest import ROOT, Stage, slow_but
 from tests.integration.deliveries import run_here, see_drained
 
 FORKS = """
@@ -42,27 +36,13 @@ if not pid:
 assert os.waitpid(pid, 0)[1] == 0
 """
 
-SENDS_THRICE = """
-import sys
-from tests.integration.app import once_to_start
-for _ in range(3):
-    print(once_to_start.delay(sys.argv[1]).id)
-"""
 
-
-@pytest.fixture(scope="module")
-def stage(set_standing_stage: MakeStage) -> Stage:
-    """Give a stage whose one worker stays for all tests here; each test has keys of its own.
-
-    A send that hears no quorum in time goes out unchecked, so the nodes have time for a stall.
-    """
-    made = set_standing_stage(redlock_node_timeout=PATIENCE)
-    made.worker(concurrency=3)
-    return made
+# time for a stall: a send that hears no quorum in time goes out unchecked
+CONF = {"redlock_node_timeout": PATIENCE}
+WORKER = {"concurrency": 3}
 
 
 def windows(stage: Stage, key: str) -> list[str]:
-    """Return the names of what is sent once that stand on any node, of a test's key."""
     return [
         name
         for node in stage.nodes
@@ -72,7 +52,6 @@ def windows(stage: Stage, key: str) -> list[str]:
 
 
 def lasts(stage: Stage, key: str) -> list[int]:
-    """Return the ms for which what is sent once is kept, on each node, of a test's key."""
     return [
         int(node.client().pttl(name))
         for node in stage.nodes
@@ -86,7 +65,6 @@ def see_window_end(stage: Stage, key: str) -> None:
 
 
 def ran(stage: Stage, key: str) -> list[Any]:
-    """Return the values with which bodies ran."""
     return [line.more["value"] for line in stage.lines("once") if line.key == key]
 
 
@@ -397,40 +375,6 @@ class TestByArgs:
         assert ran(stage, f"{key}-other") == []
 
 
-class TestAtMostOneMoreQueued:
-    """As docs/how-to/debounce.md tells: unique_for, and unique_until="started"."""
-
-    def test_ten_sends_while_one_runs_are_two_runs(self, stage: Stage, key: str) -> None:
-        task = stage.tasks.once_to_start
-        running = task.delay(key, "wait", "first")
-        eventually(lambda: ran(stage, key))
-
-        def from_here() -> list[str]:
-            return [task.delay(key).id for _ in range(4)]
-
-        def from_another_process() -> list[str]:
-            command = [sys.executable, "-c", SENDS_THRICE, key]
-            env = {**os.environ, **stage.env}
-            return subprocess.check_output(command, env=env, cwd=ROOT, timeout=120).decode().split()
-
-        def from_a_body() -> list[str]:
-            return list(stage.tasks.send_often.delay(task.name, key, 3).get(timeout=60))
-
-        senders = from_here, from_another_process, from_a_body
-        with ThreadPoolExecutor(len(senders)) as pool:
-            sent = [sending.result() for sending in [pool.submit(sender) for sender in senders]]
-        ids = [one for of_a_sender in sent for one in of_a_sender]
-        assert len(ids) == 10
-        (queued,) = {stage.app.AsyncResult(one) for one in set(ids)}
-        assert queued.id != running.id
-        stage.see_deferred(queued)
-        stage.log.with_name(key).touch()
-        assert running.get(timeout=60) == "first"
-        assert queued.get(timeout=60) == ""
-        see_window_end(stage, key)
-        assert ran(stage, key) == ["first", ""]
-
-
 @pytest.mark.parametrize("pool", slow_but(["gevent"], ["threads", "solo", "gevent"]))
 def test_it_is_the_same_in_every_pool(stage: Stage, key: str, pool: str) -> None:
     worker = stage.worker(pool, pool=pool, queues=[pool], concurrency=1 if pool == "solo" else 3)
@@ -541,51 +485,6 @@ class TestWhoeverSends:
             assert len({tick.id for tick in ticks}) == 1
         ticks[0].get(timeout=60)
         assert len(ran(stage, key)) == 1
-
-    def test_redbeat_sends_once_what_is_still_waiting(self, stage: Stage, key: str) -> None:
-        stage.app.conf.redbeat_redis_url = stage.broker.url
-        stage.app.conf.redbeat_lock_key = None
-        task = stage.tasks.once_early
-        entry = RedBeatSchedulerEntry(key, task.name, schedule(1.0), args=(key,), app=stage.app)
-        entry.save()
-        beat = RedBeatScheduler(stage.app, lazy=False)
-
-        def sent() -> int:
-            return int(RedBeatSchedulerEntry.from_key(entry.key, app=stage.app).total_run_count)
-
-        with task.lock_for(key, wait=60):
-            eventually(lambda: beat.tick() is not None and sent() >= 3)
-            entry.delete()
-            assert len(set(windows(stage, key))) == 1
-        see_window_end(stage, key)
-        assert len(ran(stage, key)) == 1
-
-    def test_the_threads_of_a_web_server_send_once(self, stage: Stage, key: str) -> None:
-        task, web = stage.tasks.once_early, flask.Flask("sends")
-
-        @web.post("/<name>")
-        def send(name: str) -> str:
-            return str(task.delay(name).id)
-
-        server = make_server("127.0.0.1", 0, web, threaded=True)
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-
-        def ask(_: int) -> str:
-            request = Request(f"http://127.0.0.1:{server.server_port}/{key}", method="POST")
-            with urlopen(request, timeout=60) as answer:
-                return str(answer.read().decode())
-
-        try:
-            with task.lock_for(key, wait=60), ThreadPoolExecutor(8) as browsers:
-                (told,) = set(browsers.map(ask, range(24)))
-        finally:
-            server.shutdown()
-            thread.join()
-            server.server_close()
-        see_window_end(stage, key)
-        assert len(ran(stage, key)) == 1
-        assert status(stage, stage.app.AsyncResult(told)) == "SUCCESS"
 
     def test_a_process_that_was_forked_after_a_send_sends_by_itself(
         self, stage: Stage, key: str

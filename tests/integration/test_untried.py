@@ -46,7 +46,6 @@ def wait_behind(
 
 
 def see_each_run_once(stage: Stage, key: str, results: list[Any]) -> None:
-    """Return when these messages and no others of the key have run, one after another."""
     for result in results:
         eventually(lambda result=result: stage.info(result)["status"] == "SUCCESS")
     see_drained(stage)  # a second delivery of one has run by then
@@ -55,12 +54,10 @@ def see_each_run_once(stage: Stage, key: str, results: list[Any]) -> None:
 
 
 def begun(stage: Stage, key: str) -> list[str]:
-    """Return the ids of the runs of a key, in order."""
     return [line.more["id"] for line in stage.lines("begin", "step") if line.key == key]
 
 
 def published(stage: Stage) -> int:
-    """Return how many messages were put into queues so far."""
     stats = stage.broker.client().info("commandstats")
     pushes = [stats.get(f"cmdstat_{name}", {"calls": 0}) for name in ("lpush", "rpush")]
     return sum(int(push["calls"]) for push in pushes)
@@ -85,35 +82,6 @@ def test_one_message_tries_and_all_run_in_the_order_in_which_they_came(
     assert begun(stage, "k") == ids
     assert Counter(event["uuid"] for event in events) == Counter(ids)
     assert published(stage) == before + COUNT + 2
-
-
-@ACKS
-def test_a_message_that_is_revoked_while_it_waits_ends_so_and_the_others_run(
-    shared_stage: Stage, shared_worker: WorkerProcess, key: str, name: str
-) -> None:
-    stage, task = shared_stage, getattr(shared_stage.tasks, name)
-    stage.see_listening()
-    with task.lock_for(key, wait=60):
-        first, revoked, last = wait_behind(stage, shared_worker, task, key, 3)
-        stage.app.control.revoke(revoked.id)
-        eventually(lambda: stage.info(revoked)["status"] == "REVOKED")
-    see_each_run_once(stage, key, [first, last])
-    assert stage.info(revoked)["status"] == "REVOKED"
-
-
-@ACKS
-def test_a_message_that_expires_while_it_waits_ends_so_and_the_others_run(
-    shared_stage: Stage, shared_worker: WorkerProcess, key: str, name: str
-) -> None:
-    stage, task = shared_stage, getattr(shared_stage.tasks, name)
-    with heard(stage, "task-revoked") as events, task.lock_for(key, wait=60):
-        first, last = wait_behind(stage, shared_worker, task, key, 2)
-        expired = task.apply_async((key,), expires=3, lock=LONG)
-        stage.see_deferred(expired)
-        eventually(lambda: stage.info(expired)["status"] == "REVOKED")
-        eventually(lambda: [(e["uuid"], e["expired"]) for e in events] == [(expired.id, True)])
-    assert str(stage.info(expired)["result"]) == "expired"
-    see_each_run_once(stage, key, [first, last])
 
 
 @ACKS
@@ -185,7 +153,6 @@ def test_messages_that_wait_use_up_no_token_of_their_tasks_rate(
 
 
 def refusals(stage: Stage, worker: WorkerProcess, key: str) -> Counter[str]:
-    """Return how many deferrals of a key were a run's, and how many the main process's."""
     deferred = [line for line in stage.lines("lock_deferred") if line.key == f"k:{key}"]
     return Counter("untried" if line.pid == worker.pid else "run" for line in deferred)
 

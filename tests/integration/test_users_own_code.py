@@ -7,32 +7,21 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from celery import Celery
 from celery.beat import Scheduler
 from celery.contrib.abortable import AbortableAsyncResult
 from celery.schedules import schedule
 from redbeat import RedBeatScheduler, RedBeatSchedulerEntry
 
-from celery_redlock import Redlock, RedlockError
-from celery_redlock.testing import EmbeddedNode, WorkerProcess
+from celery_redlock import Redlock
+from celery_redlock.testing import WorkerProcess
 from tests.conftest import NODE_TIMEOUT, eventually
-from tests.integration.conftest import MakeStage, Stage, overlaps
-from tests.unit.test_errors import ERRORS
+from tests.integration.conftest import Stage, overlaps
 
 TASKS = [f"{name}_{order}" for name in ("flask", "django", "abortable", "all")
          for order in ("first", "last")]  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def placed(set_standing_stage: MakeStage) -> tuple[Stage, WorkerProcess]:
-    """Give a stage whose one worker stays for all tests here; each test has keys of its own."""
-    made = set_standing_stage()
-    return made, made.worker(module="tests.integration.frameworks", concurrency=3)
-
-
-@pytest.fixture
-def stage(placed: tuple[Stage, WorkerProcess]) -> Stage:
-    return placed[0]
+WORKER = {"module": "tests.integration.frameworks", "concurrency": 3}
 
 
 @pytest.fixture
@@ -90,9 +79,8 @@ def test_an_abort_reaches_a_task_that_runs(stage: Stage, key: str) -> None:
 
 
 def test_an_abort_reaches_a_task_that_waits(
-    placed: tuple[Stage, WorkerProcess], key: str, outside: Redlock
+    stage: Stage, worker: WorkerProcess, key: str, outside: Redlock
 ) -> None:
-    stage, worker = placed
     with outside.lock(f"k:{key}", wait=60):
         sent = stage.app.send_task("tests.aborts", (key,))
         stage.see_deferred(sent)
@@ -144,19 +132,4 @@ def test_what_redbeat_sends_is_locked(stage: Stage, key: str, outside: Redlock) 
 
 
 def sent(stage: Stage, entry: Any) -> int:
-    """Return how often redbeat has sent an entry."""
     return int(RedBeatSchedulerEntry.from_key(entry.key, app=stage.app).total_run_count)
-
-
-@pytest.mark.parametrize("serializer", ["json", "pickle"])
-@pytest.mark.parametrize("error", ERRORS, ids=lambda e: type(e).__name__)
-def test_an_error_comes_through_a_real_backend_as_it_was(
-    standing_broker: EmbeddedNode, error: RedlockError, serializer: str
-) -> None:
-    app = Celery("errors", backend=standing_broker.url, set_as_default=False)
-    app.conf.update(result_serializer=serializer, accept_content=[serializer])
-    task_id = f"{type(error).__name__}-{serializer}"
-    app.backend.mark_as_failure(task_id, error)
-    back = app.AsyncResult(task_id).result
-    assert (type(back), back.args, str(back)) == (type(error), error.args, str(error))
-    app.close()

@@ -27,17 +27,14 @@ LONG = {"first": 1e7, "cap": 1e7}
 WOKEN = 60.0  # s: well before the end of `patient`'s countdown of 100 s
 
 
-@pytest.fixture(scope="module")
-def standing_stage(set_standing_stage: MakeStage) -> tuple[Stage, WorkerProcess]:
-    """Give a stage as `calm_stage` is one, and its worker, for the tests that look at no other."""
-    made = set_standing_stage(redlock_max_ttl=200)
-    return made, made.worker(concurrency=2)
+CONF = {"redlock_max_ttl": 200}  # leases are longer than any test: what runs was woken
+WORKER = {"concurrency": 2}
 
 
 @pytest.fixture
 def calm_stage(make_stage: MakeStage, nodes: Nodes) -> Stage:
-    """Give a stage whose leases are longer than any test: what runs was woken."""
-    return make_stage(nodes, redlock_max_ttl=200)
+    """Give such a stage to a test whose worker is its own."""
+    return make_stage(nodes, **CONF)
 
 
 def defer(stage: Stage, key: str, *names: str) -> list[Any]:
@@ -51,7 +48,6 @@ def defer(stage: Stage, key: str, *names: str) -> list[Any]:
 
 
 def see_registered(stage: Stage, key: str) -> None:
-    """Return when each node can name the worker whose message waits."""
     waiting = f"{{redlock}}:waiting:k:{key}"
     for node in stage.nodes:
         eventually(lambda node=node: node.client().zcard(waiting) == 1)
@@ -60,7 +56,6 @@ def see_registered(stage: Stage, key: str) -> None:
 
 
 def registrations(node: EmbeddedNode) -> int:
-    """Return how often a node was told who waits."""
     return int(node.client().info("commandstats").get("cmdstat_zadd", {"calls": 0})["calls"])
 
 
@@ -115,24 +110,9 @@ def test_the_main_process_learns_which_lock_refused_a_run_and_until_when(
     assert len(calm_stage.lines("told")) == republish(worker)
 
 
-def test_the_most_urgent_message_that_came_last_runs_next(shared_stage: Stage, key: str) -> None:
+def test_the_most_urgent_message_that_came_last_runs_next(stage: Stage, key: str) -> None:
     """As Redis has it, where 0 goes before 9."""
-    carried.see_urgent_first(shared_stage, key, 0, 3, 6)
-
-
-@pytest.mark.slow
-def test_while_the_lock_is_held_the_first_asks_for_all_and_nobody_tries(stage: Stage) -> None:
-    stage.worker(concurrency=2)
-    hold(stage, "k:k")
-    results = [stage.tasks.work.delay("k") for _ in range(9)]
-    for result in results:
-        stage.see_deferred(result)
-    before = registrations(stage.nodes[0])
-    eventually(lambda: registrations(stage.nodes[0]) >= before + 4)
-    assert [stage.deferrals(result) for result in results] == [1] * len(results)
-    say_free(stage, "k:k", "k:k")
-    for result in results:
-        result.get(timeout=120)
+    carried.see_urgent_first(stage, key, 0, 3, 6)
 
 
 def say_free(stage: Stage, key: str, resource: str) -> None:
@@ -150,34 +130,6 @@ def hold(stage: Stage, key: str) -> None:
         node.client().set(f"{{redlock}}:lock:{key}", value, px=200_000)
 
 
-def test_one_of_a_higher_limit_is_not_held_up_by_those_who_wait_for_the_plain_lock(
-    shared_stage: Stage, key: str
-) -> None:
-    stage = shared_stage
-    hold(stage, f"k:{key}")
-    hold(stage, f"k:{key}#1")
-    (plain,) = defer(stage, key, "plain")
-    permit = stage.tasks.patient.apply_async((key, "permit"), lock={"limit": 2})
-    stage.see_deferred(permit)
-    say_free(stage, f"k:{key}#1", f"k:{key}")
-    assert permit.get(timeout=WOKEN) == "permit"
-    assert plain.status == "DEFERRED"
-    say_free(stage, f"k:{key}", f"k:{key}")
-    assert plain.get(timeout=WOKEN) == "plain"
-
-
-def test_one_with_a_budget_ends_in_time_also_behind_one_without(calm_stage: Stage) -> None:
-    calm_stage.worker(concurrency=2)
-    hold(calm_stage, "k:k")
-    (first,) = defer(calm_stage, "k", "first")
-    options = {"max_wait": 0.5, "backoff": {"first": 0.5, "cap": 0.5}}
-    behind = calm_stage.tasks.patient.apply_async(("k", "behind"), lock=options)
-    with pytest.raises(LockTaken):
-        behind.get(timeout=WOKEN)
-    assert first.status == "DEFERRED"
-    assert calm_stage.lines("begin") == []
-
-
 def test_a_release_wakes_nothing_past_its_rate_limit(calm_stage: Stage) -> None:
     calm_stage.worker(concurrency=2)
     task = calm_stage.tasks.step
@@ -193,38 +145,9 @@ def test_a_release_wakes_nothing_past_its_rate_limit(calm_stage: Stage) -> None:
     assert calm_stage.lines("step") == []
 
 
-def test_one_that_waits_for_another_resource_as_well_holds_up_nobody(
-    shared_stage: Stage, key: str
-) -> None:
-    stage = shared_stage
-    hold(stage, f"k:j-{key}")
-    hold(stage, f"k:{key}")
-    both = stage.tasks.patient.apply_async((key, f"j-{key}"), lock=SEVERAL)
-    stage.see_deferred(both)
-    (one,) = defer(stage, key, "one")
-    say_free(stage, f"k:{key}", f"k:{key}")
-    assert one.get(timeout=WOKEN) == "one"
-    assert both.status == "DEFERRED"
-    say_free(stage, f"k:j-{key}", f"k:j-{key}")
-    assert both.get(timeout=WOKEN) == f"j-{key}"
-
-
-def test_one_that_waits_for_several_is_woken_by_each_in_turn(shared_stage: Stage, key: str) -> None:
-    stage = shared_stage
-    hold(stage, f"k:j-{key}")
-    hold(stage, f"k:{key}")
-    both = stage.tasks.patient.apply_async((key, f"j-{key}"), lock=SEVERAL)
-    stage.see_deferred(both)
-    say_free(stage, f"k:j-{key}", f"k:j-{key}")
-    stage.see_deferred(both, times=2)
-    say_free(stage, f"k:{key}", f"k:{key}")
-    assert both.get(timeout=WOKEN) == f"j-{key}"
-
-
 def test_those_that_were_revoked_by_a_stamp_are_seen_to_be_while_they_wait(
-    shared_stage: Stage, key: str
+    stage: Stage, key: str
 ) -> None:
-    stage = shared_stage
     hold(stage, f"k:{key}")
     stamped = [
         task.apply_async(
@@ -259,48 +182,9 @@ def test_a_restart_of_the_broker_ends_no_worker_in_which_messages_wait(
             assert stage.tasks.patient.delay("other", "b").get(timeout=WOKEN) == "b"
 
 
-@pytest.mark.slow
-def test_when_the_first_is_gone_the_next_one_tries_by_itself(stage: Stage) -> None:
-    for node in stage.nodes:
-        node.client().set("{redlock}:lock:k:k", "dead:holder", px=25_000)
-    stage.worker(concurrency=2)
-    first = stage.tasks.step.delay("k")
-    stage.see_deferred(first)
-    second = stage.tasks.step.delay("k")
-    stage.see_deferred(second)
-    before = registrations(stage.nodes[0])
-    eventually(lambda: registrations(stage.nodes[0]) >= before + 3)  # the first asks by itself
-    first.revoke()
-    assert second.get(timeout=WOKEN) == "k"
-    assert [line.more["id"] for line in stage.lines("step")] == [second.id]
-
-
-@pytest.mark.slow
-def test_one_that_was_long_on_its_way_hears_of_the_release_that_it_missed(
-    calm_stage: Stage,
-) -> None:
-    calm_stage.worker(concurrency=1)
-    tasks = calm_stage.tasks
-    hold(calm_stage, "k:k")
-    (earlier,) = defer(calm_stage, "k", "earlier")
-    see_registered(calm_stage, "k")
-    say_free(calm_stage, "k:k", "k:k")
-    assert earlier.get(timeout=WOKEN) == "earlier"
-    hold(calm_stage, "k:k")
-    before = tasks.late.delay("before", 2.0)
-    one = tasks.patient.delay("k", "one")
-    tasks.late.delay("behind", 8.0)  # keeps its slot, and so lets nothing come in
-    before.get(timeout=WOKEN)
-    eventually(lambda: any(line.key == "behind" for line in calm_stage.lines("begin")))
-    assert calm_stage.deferrals(one) == 1
-    say_free(calm_stage, "k:k", "k:k")
-    assert one.get(timeout=WOKEN) == "one"
-
-
 def test_those_that_find_it_free_and_go_back_all_the_same_hold_up_nobody(
-    shared_stage: Stage, key: str
+    stage: Stage, key: str
 ) -> None:
-    stage = shared_stage
     hold(stage, f"k:{key}")
     hold(stage, f"k:z-{key}")
     both = [stage.tasks.patient.apply_async((key, f"z-{key}"), lock=SEVERAL) for _ in range(4)]
@@ -314,27 +198,9 @@ def test_those_that_find_it_free_and_go_back_all_the_same_hold_up_nobody(
         result.revoke()
 
 
-def test_those_that_are_refused_something_else_before_hold_up_nobody(
-    shared_stage: Stage, key: str
-) -> None:
-    stage = shared_stage
-    hold(stage, f"k:{key}")
-    both = [stage.tasks.patient.apply_async((key, f"j-{key}"), lock=SEVERAL) for _ in range(4)]
-    for result in both:
-        stage.see_deferred(result)
-    (one,) = defer(stage, key, "one")
-    hold(stage, f"k:j-{key}")
-    say_free(stage, f"k:{key}", f"k:{key}")
-    assert one.get(timeout=WOKEN) == "one"
-    assert {result.status for result in both} == {"DEFERRED"}
-    for result in both:
-        result.revoke()
-
-
 def test_one_that_was_refused_by_a_try_for_several_runs_once_that_has_failed(
-    shared_stage: Stage, key: str
+    stage: Stage, key: str
 ) -> None:
-    stage = shared_stage
     hold(stage, f"k:z-{key}")
     waits: list[Any] = []
 
@@ -355,8 +221,9 @@ def test_one_that_was_refused_by_a_try_for_several_runs_once_that_has_failed(
 @pytest.mark.slow
 @pytest.mark.parametrize("ahead", [HOUR, -HOUR], ids=["ahead", "behind"])
 def test_a_wait_that_began_at_a_worker_with_another_clock_goes_on_in_time(
-    stage: Stage, wall_clock: WallClock, ahead: int
+    own_stage: Stage, wall_clock: WallClock, ahead: int
 ) -> None:
+    stage = own_stage
     wall_clock.set(ahead)
     clocked = replace(stage, env={**stage.env, **wall_clock.environment}).worker("w1")
     for node in stage.nodes:

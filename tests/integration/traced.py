@@ -35,6 +35,5 @@ CeleryInstrumentor().instrument()
 
 @task(base=LockedTask, lock_key="outer:{key}")
 def takes_another(key: str) -> None:
-    """Take the lock of another task in a body, and another lock of its own task."""
     with work.lock_for(key, wait=60), takes_another.lock_for(f"{key} beside", wait=60):
         pass

@@ -23,7 +23,6 @@ app = importlib.import_module("tests.integration.app").app
 
 
 def instrument(sender: Any = None, **_: Any) -> None:
-    """Record the runs of this process, unless its children record theirs."""
     pool = getattr(sender, "pool", None)
     if pool is None or "prefork" not in type(pool).__module__:
         connected = [getattr(each, "__module__", "") for _, each in lock_acquired.receivers]

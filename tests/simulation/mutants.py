@@ -540,16 +540,17 @@ def counters_without_clock() -> Iterator[None]:
 @mutant("fences_grow", steps="a_proposal_from_before_the_loss")
 def clock_before_sent() -> Iterator[None]:
     """The wall clock is read before the sending time, and a pause may lie between."""
-    run = Acquirer._run
+    lock_key = Acquirer._lock_key
 
     def early(self: Acquirer, *what: Any) -> Any:
         clock = here().clock
+        clock.wall_us()  # as for the key's value
         wall = clock.wall_us()
         clock.sleep(0.001)
         with patched(Clock, wall_us=lambda self: wall):
-            return run(self, *what)
+            return lock_key(self, *what)
 
-    with patched(Acquirer, _run=early):
+    with patched(Acquirer, _lock_key=early):
         yield
 
 

@@ -12,7 +12,7 @@ from celery_redlock.lock.server.handshake import KEPT_MS
 from celery_redlock.lock.server.requests import TRUST
 from celery_redlock.lock.transport.command import Script
 from celery_redlock.testing import model
-from celery_redlock.testing.model import Scripts, Server, digest_of
+from celery_redlock.testing.model import Scripts, Server, digest_of, engine
 
 if TYPE_CHECKING:
     from tests.simulation.network import Link
@@ -84,7 +84,7 @@ class Node(Server):
 
     def end_of(self, key: bytes, value: bytes) -> float:
         """Return the real s at which a key ends that has this value, -inf where it has another."""
-        found, ms = self._engine.look(self.store, self.wall_ms, key)
+        found, ms = self.look(key)
         return self.world.now + ms / 1000 / self.rate if found == value else -math.inf
 
     def execute(self, words: list[bytes]) -> tuple[str, bytes]:
@@ -92,6 +92,23 @@ class Node(Server):
         if self.is_silent and words[0] == b"EVALSHA":
             self.was_free = self.holder(words[3]) is None
         return super().execute(words)
+
+    # its keys
+
+    def holder(self, key: bytes) -> bytes | None:
+        return self.look(key)[0]
+
+    def put(self, key: bytes, value: bytes, seconds: float) -> None:
+        """Set a key that expires after this many seconds of the node's clock."""
+        self._call(b"SET", key, value, b"PX", b"%d" % (seconds * 1000))
+
+    def drop(self, key: bytes) -> None:
+        self._call(b"DEL", key)
+
+    def look(self, key: bytes) -> tuple[bytes | None, int]:
+        """Return the value of a key and its PTTL: ms, -1 without expiry, -2 without the key."""
+        found: tuple[bytes | None, int] = self._lua[b"look"](self.store, self.wall_ms, key)
+        return found
 
     # what befalls it
 
@@ -107,7 +124,7 @@ class Node(Server):
 
     def snapshot(self) -> None:
         """Write its memory to disk."""
-        self.snapshots.append(self._engine.copy(self.store))
+        self.snapshots.append(self._lua[b"copy"](self.store))
 
     def forget_scripts(self) -> None:
         """Take the command SCRIPT FLUSH."""
@@ -123,9 +140,9 @@ class Node(Server):
         if keeps != "all":
             self.freed.clear()  # the marks went with it, or some of them
         if keeps == "some" and self.snapshots:
-            self.store = self._engine.copy(self.snapshots[-1])
+            self.store = self._lua[b"copy"](self.snapshots[-1])
         elif keeps != "all":
-            self.store = self._engine.empty()
+            self.store = engine().empty()
         links, self.links = list(self.links), {}
         for link in links:
             link.server_ended()
@@ -144,7 +161,7 @@ class Node(Server):
         copied: the other one has been its replica, else it begins empty.
         """
         before = self.store, self.run_id, self._started
-        self.store = self._engine.copy(self.store)
+        self.store = self._lua[b"copy"](self.store)
         self.stop(keeps="all" if copied else "nothing")
         self.start()
 

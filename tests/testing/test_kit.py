@@ -318,6 +318,15 @@ class TestHolders:
         ):
             pass
 
+    def test_a_holder_is_named_to_who_is_refused_and_by_a_release_that_was_forgotten(
+        self, redlock: Redlock
+    ) -> None:
+        with hold("r", by="the import"):
+            with pytest.raises(LockTaken, match="the import"):
+                redlock.lock("r").acquire()
+            with pytest.raises(AssertionError, match=r"'r' is held by 'the import' since 20.* UTC"):
+                assert_released("r", within=0)
+
     def test_a_node_that_cannot_be_asked_is_told(
         self, redlock: Redlock, redlock_fake_nodes: list[FakeNode]
     ) -> None:
@@ -452,7 +461,6 @@ class TestWorkersOfThisProcess:
         self, redlock_embedded_nodes: list[Any]
     ) -> None:
         def opened() -> tuple[int, int]:
-            """Return how many descriptors and threads the process has."""
             gc.collect()  # what is closed and gone refers to itself
             fd, task = Path("/proc/self/fd"), Path("/proc/self/task")
             return len([*fd.iterdir()]), len([*task.iterdir()])

@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -73,19 +72,3 @@ def test_the_examples_for_pytest_celery_run(tmp_path: Path) -> None:
     write_files(examples()[-APART:], tmp_path)
     shutil.copy(Path(__file__).with_name("celery_processes.py"), tmp_path)
     assert run_pytest(tmp_path).startswith("1 passed")
-
-
-@pytest.mark.slow
-def test_a_users_file_needs_no_server(tmp_path: Path) -> None:
-    """Its time is printed, not asserted: it says more about the machine."""
-    file = Path(__file__).with_name("test_as_a_user.py")
-    (tmp_path / file.name).write_text(file.read_text())
-    cpu, wall = os.times(), time.monotonic()
-    said = run_pytest(tmp_path, "-p", "no:celery", "-p", "no:docker_tools")
-    after = os.times()
-    spent = after.children_user + after.children_system - cpu.children_user - cpu.children_system
-    wall = time.monotonic() - wall
-    print(
-        f"{said}; with the start of Python {wall:.1f} s, of which it had a processor {spent:.1f} s"
-    )
-    assert "passed" in said

@@ -31,10 +31,6 @@ def slugs(page: str) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", title.strip().lower()).replace(" ", "-") for title in titles}
 
 
-def test_a_heading_is_found_by_its_slug() -> None:
-    assert slugs("# A `b.c` raises\n\n```console\n# no heading\n```\n") == {"a-bc-raises"}
-
-
 @pytest.mark.parametrize("name", ANCHORS)
 def test_an_anchor_is_a_heading_of_its_page(name: str) -> None:
     page, _, heading = ANCHORS[name].partition("#")
@@ -127,20 +123,3 @@ def test_each_line_of_level_error_names_a_heading() -> None:
     found = {path.relative_to(ROOT): unnamed_lines(path.read_text()) for path in MODULES}
     assert {path: lines for path, (_, lines) in found.items() if lines} == {}
     assert sum(seen for seen, _ in found.values()) >= 12
-
-
-@pytest.mark.parametrize(
-    ("body", "unnamed"),
-    [
-        ('logger.error("lost %r", name, extra=extra)', [2]),
-        ('text = "lost. See %s"; logger.error(text, anchors.LOCK_LOST)', []),
-        ('text, see = "lost. See %s", anchors.LOCK_LOST; logger.exception(text, see)', []),
-        ('text, see = "lost. See %s", name; logger.exception(text, see)', [2]),
-        ("partial(logger.log, level, name)", [2]),
-        ('tell("event", logging.ERROR, "text")', [2]),
-        ('logger.error("no lock can be acquired: %s", error)', []),
-        ('logger.warning("at risk: %r", name)', []),
-    ],
-)
-def test_a_line_without_a_heading_is_found(body: str, unnamed: list[int]) -> None:
-    assert unnamed_lines(f"def f(name):\n    {body}\n")[1] == unnamed

@@ -27,13 +27,7 @@ from celery_redlock.lock.engine.events import Events
 from celery_redlock.lock.model.acquisition import Acquisition
 from celery_redlock.lock.model.lease import LockKey
 from celery_redlock.lock.model.options import LockOptions
-from celery_redlock.tasks.children import forks as forks_module
-from celery_redlock.tasks.children.forks import (
-    ChildProcess,
-    Children,
-    pid_has_exited,
-    start_time_of,
-)
+from celery_redlock.tasks.children import reaper as reaper_module
 from celery_redlock.tasks.children.journal import (
     CLAIMED,
     ENTRY_SIZE,
@@ -47,7 +41,14 @@ from celery_redlock.tasks.children.journal import (
     encode_entry,
     parse_entry,
 )
-from celery_redlock.tasks.children.reaper import ChildReaper, watch_children
+from celery_redlock.tasks.children.reaper import (
+    ChildProcess,
+    ChildReaper,
+    Children,
+    pid_has_exited,
+    start_time_of,
+    watch_children,
+)
 from celery_redlock.tasks.per_app import redlock_of
 
 NOWHERE = Redlock(["redis://127.0.0.1:1"])  # never connected to
@@ -132,6 +133,18 @@ def test_a_line_says_all_that_a_release_needs(resource: str, label: str, permit:
     assert (entry.state, entry.task_name, entry.acquisition) == (HELD, "shop.order", holding.number)
     assert entry.is_requested
     assert entry.session == IDENTITY
+
+
+class Name(str):
+    """A kind of text of a user's own."""
+
+    __slots__ = ()
+
+
+def test_a_line_takes_any_kind_of_text_as_a_resource() -> None:
+    slot = a_slot()
+    claim(slot, holding_of(Name("k")))
+    assert [entry.resource for entry in read(slot)] == ["k"]
 
 
 def test_no_two_acquisitions_are_taken_for_one() -> None:
@@ -271,9 +284,9 @@ class GreenPool(BasePool):
 def test_only_a_pool_that_may_fork_is_looked_after(
     pool: object, forks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(forks_module.this_process, "children", None)
+    monkeypatch.setattr(reaper_module.this_process, "children", None)
     monkeypatch.setattr(Events, "sending", Events.sending)
-    known = forks_module.expect_children(SimpleNamespace(pool_cls=pool))
+    known = reaper_module.expect_children(SimpleNamespace(pool_cls=pool))
     assert (known is not None) == forks
     looks = SimpleNamespace(uses_semaphore=True, num_processes=2)
     watch_children(None, looks)  # no child, no thread
@@ -281,7 +294,7 @@ def test_only_a_pool_that_may_fork_is_looked_after(
 
 
 def test_slots_that_no_child_ever_signed_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forks_module, "MAX_UNWATCHED", 3)
+    monkeypatch.setattr(reaper_module, "MAX_UNWATCHED", 3)
     made = Children()
     for _ in range(10):
         made.before_fork()
@@ -290,7 +303,7 @@ def test_slots_that_no_child_ever_signed_do_not_pile_up(monkeypatch: pytest.Monk
 
 
 def test_a_fork_waits_until_signals_of_a_release_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forks_module, "FORK_WAIT", 0.01)
+    monkeypatch.setattr(reaper_module, "FORK_WAIT", 0.01)
     made = Children()
     made.before_fork()
     assert not made.sending.acquire(False)
@@ -302,7 +315,7 @@ def test_a_fork_waits_until_signals_of_a_release_are_sent(monkeypatch: pytest.Mo
 
 
 def test_forks_of_two_threads_at_once_have_a_slot_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forks_module, "FORK_WAIT", 0.01)
+    monkeypatch.setattr(reaper_module, "FORK_WAIT", 0.01)
     made = Children()
     made.before_fork()
     [own] = made.slots
@@ -318,7 +331,7 @@ GENERATIONS = """
 import os
 from types import SimpleNamespace
 from celery_redlock.lock.engine.events import Events
-from celery_redlock.tasks.children import forks as forks_module
+from celery_redlock.tasks.children import reaper as reaper_module
 
 def fork(run):
     pid = os.fork()
@@ -331,7 +344,7 @@ def fork(run):
     return pid
 
 def say(who):
-    children, slot = forks_module.this_process.children, forks_module.this_process.slot
+    children, slot = reaper_module.this_process.children, reaper_module.this_process.slot
     has_journal = Events.journal is not None and Events.journal is slot
     waits = children is not None and Events.sending is children.sending
     print(who, "journal" if has_journal else "-", "mutex" if waits else "-", flush=True)
@@ -342,7 +355,7 @@ def child():
     say("child")
 
 fork(lambda: say("of no pool"))
-slots = forks_module.expect_children(SimpleNamespace(pool_cls="prefork")).slots
+slots = reaper_module.expect_children(SimpleNamespace(pool_cls="prefork")).slots
 pids = [fork(child), fork(child)]
 assert [slot.child[0] for slot in slots] == pids
 say("parent")
@@ -472,8 +485,8 @@ def test_a_child_is_told_that_its_run_was_ended_and_no_other_child_or_run(
     known = Children()
     known.slots += slots
     slots[2].close()  # of one that was reaped meanwhile
-    monkeypatch.setattr(forks_module.this_process, "children", known)
-    forks_module.announce_end(1, "a run")
-    forks_module.announce_end(3, "a run")
+    monkeypatch.setattr(reaper_module.this_process, "children", known)
+    reaper_module.announce_end(1, "a run")
+    reaper_module.announce_end(3, "a run")
     assert [slot.is_end_announced("a run") for slot in slots[:2]] == [True, False]
     assert not slots[0].is_end_announced("another run")

@@ -74,14 +74,12 @@ MESSAGE = request(None)
 
 
 def deferred(header: LockHeader, now: float = NOW) -> LockHeader:
-    """Return the header after one more deferral."""
     before = header.deferral
     deferral = Deferral(before.count + 1, before.since or now, now, countdown=1.0)
     return header.deferred(MESSAGE, deferral)
 
 
 def waiting(header: LockHeader) -> LockHeader:
-    """Return the header of a redelivery that waits for its first delivery."""
     return header.waiting_for_first_delivery(MESSAGE, NOW, countdown=2.0)
 
 
@@ -378,7 +376,6 @@ def test_of_a_message_that_no_worker_told_of_nobody_knows_when_it_came() -> None
 
 
 def received(request_dict: dict[str, Any]) -> float | None:
-    """Return when a delivery was received."""
     task = SimpleNamespace(acks_late=True, name="t")
     return Delivery(task, Context(request_dict)).received_at
 

@@ -143,7 +143,6 @@ def test_what_a_worker_notes_of_a_delivery_comes_from_no_message(name: str, valu
 
 
 def request_of(headers: dict[str, Any], properties: dict[str, Any] | None = None) -> Request:
-    """Return a worker's request of a message to an early task."""
     app = Celery("unit", broker="memory://", set_as_default=False)
     task = SimpleNamespace(name="t", acks_late=False, ignore_result=False, app=app)
     message = SimpleNamespace(

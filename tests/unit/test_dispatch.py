@@ -51,7 +51,6 @@ class Timer:
         self._cancelled.add(entry)
 
     def turn(self, until: float) -> None:
-        """Let the time pass, and what is due happen."""
         while self._entries and self._entries[0][0] <= until:
             at, number, call = heapq.heappop(self._entries)
             self._clock.time = max(at, self._clock.time)
@@ -142,16 +141,8 @@ class Worker:
         *, waits: bool = True,
     ) -> WaitingMessage:  # fmt: skip
         """Let a message wait, as Celery's strategy does."""
-        message, now = (
-            Message(
-                id=id_,
-                name="task",
-                expires=None,
-                stamped_headers=None,
-                request_dict={"properties": {}},
-            ),
-            self.clock.time,
-        )
+        more = {"stamped_headers": None, "request_dict": {"properties": {}}}
+        message, now = Message(id=id_, name="task", expires=None, **more), self.clock.time
         eta, deadline = now + countdown, now + DEADLINE
         waiter = WaitingMessage(message, since, QueueKey(resource, 1), eta, deadline, waits)
         self.dispatcher.add(waiter)
@@ -278,6 +269,15 @@ def test_the_heads_that_change_are_told() -> None:
     assert worker.heads.changed[3:] == []
 
 
+def worker_with_a_successor() -> tuple[Worker, Successor]:
+    """Return a worker whose successor acts unasked, as it has no nodes."""
+    worker = Worker()
+    loop = EventLoop(worker.consumer, Platform(worker.clock))
+    successor = Successor(worker.consumer, loop, worker.clock, TIMES)
+    worker.dispatcher = successor.dispatcher
+    return worker, successor
+
+
 def name(worker: Worker, successor: Successor, turns: int) -> None:
     """Let a release name the worker behind so many others."""
     now = worker.clock.now()
@@ -285,11 +285,7 @@ def name(worker: Worker, successor: Successor, turns: int) -> None:
 
 
 def test_releases_that_follow_each_other_fast_do_not_put_off_a_turn() -> None:
-    worker = Worker()
-    loop = EventLoop(worker.consumer, Platform(worker.clock))
-    # without nodes, it acts unasked
-    successor = Successor(worker.consumer, loop, worker.clock, TIMES)
-    worker.dispatcher = successor.dispatcher
+    worker, successor = worker_with_a_successor()
     worker.admit("one", 1)
     for _ in range(8):
         name(worker, successor, 2)
@@ -298,10 +294,7 @@ def test_releases_that_follow_each_other_fast_do_not_put_off_a_turn() -> None:
 
 
 def test_an_earlier_turn_replaces_the_one_that_is_planned() -> None:
-    worker = Worker()
-    loop = EventLoop(worker.consumer, Platform(worker.clock))
-    successor = Successor(worker.consumer, loop, worker.clock, TIMES)
-    worker.dispatcher = successor.dispatcher
+    worker, successor = worker_with_a_successor()
     worker.admit("one", 1)
     name(worker, successor, 2)
     name(worker, successor, 1)
@@ -311,10 +304,7 @@ def test_an_earlier_turn_replaces_the_one_that_is_planned() -> None:
 
 def test_a_turn_comes_though_the_run_before_it_succeeds() -> None:
     """The success makes the look superfluous that is planned for a moment before the turn."""
-    worker = Worker()
-    loop = EventLoop(worker.consumer, Platform(worker.clock))
-    successor = Successor(worker.consumer, loop, worker.clock, TIMES)
-    worker.dispatcher = successor.dispatcher
+    worker, successor = worker_with_a_successor()
     for since, id_ in enumerate(("one", "two")):
         worker.admit(id_, since)
     name(worker, successor, 0)
@@ -327,10 +317,7 @@ def test_a_turn_comes_though_the_run_before_it_succeeds() -> None:
 
 def test_the_success_of_a_run_does_not_hide_that_the_one_after_it_left_the_lock_free() -> None:
     """The one after it was refused another lock, and no release follows."""
-    worker = Worker()
-    loop = EventLoop(worker.consumer, Platform(worker.clock))
-    successor = Successor(worker.consumer, loop, worker.clock, TIMES)
-    worker.dispatcher = successor.dispatcher
+    worker, successor = worker_with_a_successor()
     _, two, _ = (worker.admit(id_, since) for since, id_ in enumerate(("one", "two", "three")))
     name(worker, successor, 0)
     worker.timer.turn(until=TURN)

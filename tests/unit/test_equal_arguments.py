@@ -49,7 +49,6 @@ PLANS = [*(plan(key) for key in KEYS), plan(args=("a",))]
 
 
 def keys(value: Any) -> list[str]:
-    """Return the key that each way of making one gives for an argument."""
     return [
         made.resources(made.options_for("q"), TaskCall(None, (value,), {}, "q"))[0]
         for made in PLANS

@@ -12,31 +12,19 @@ WRAPPED = "ERR Error running script (call to f_53e2): @user_script:10: @user_scr
 REPLIES = [
     (False, "LOADING Valkey is loading the dataset in memory"),
     (False, "TRYAGAIN Multiple keys request during rehashing of slot"),
-    (
-        False,
-        "BUSY Redis is busy running a script. You can only call SCRIPT KILL or SHUTDOWN NOSAVE.",
-    ),
+    (False, "BUSY Redis is busy running a script. You can only call SCRIPT KILL or SHUTDOWN ..."),
     (False, "ERR max number of clients reached"),
     (False, "NOSCRIPT No matching script. Please use EVAL."),
     (False, "NOREPLICAS Not enough good replicas to write. script: on @user_script:10."),
     (False, "MISCONF Redis is configured to save RDB snapshots, but it's currently unable to ..."),
     (False, "OOM command not allowed when used memory > 'maxmemory'. script: on @user_script:10."),
     (False, "CLUSTERDOWN Hash slot not served"),
-    (
-        True,
-        "READONLY You can't write against a read only replica. script: 53e2, on @user_script:10.",
-    ),
+    (True, "READONLY You can't write against a read only replica. script: 53e2, on @user_s ..."),
     (True, "MASTERDOWN Link with MASTER is down and replica-serve-stale-data is set to 'no'."),
     (True, "NOAUTH Authentication required."),
     (True, "WRONGPASS invalid username-password pair or user is disabled."),
-    (
-        True,
-        "ERR AUTH <password> called without any password configured for the default user. Are ...",
-    ),
-    (
-        True,
-        "DENIED Running in protected mode because protected mode is enabled and no password ...",
-    ),
+    (True, "ERR AUTH <password> called without any password configured for the default use ..."),
+    (True, "DENIED Running in protected mode because protected mode is enabled and no pass ..."),
     (True, "NOPERM No permissions to access a key"),
     (True, "NOPERM this user has no permissions to access one of the keys used as arguments"),
     (True, "NOPERM User app has no permissions to run the 'info' command"),
@@ -49,10 +37,7 @@ REPLIES = [
     (True, "ERR DB index is out of range"),
     (True, "WRONGTYPE Operation against a key holding the wrong kind of value"),
     (True, "NOPROTO unsupported protocol version"),
-    (
-        True,
-        "ERR unknown command 'EVALSHA', with args beginning with: '53e2' '1' '{redlock}:lock:r'",
-    ),
+    (True, "ERR unknown command 'EVALSHA', with args beginning with: '53e2' '1' '{redlock} ..."),
     (True, "ERR unknown subcommand 'LOAD'. Try SCRIPT HELP."),
     (True, "ERR Unknown Redis command called from script script: 53e2, on @user_script:1."),
     (True, "FENCE exhausted"),
@@ -88,10 +73,7 @@ CONNECTIONS = [
     (True, "Authentication required"),
     (True, "invalid username-password pair or user is disabled"),
     (True, "[SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed: self-signed certificate"),
-    (
-        True,
-        "Error 1 connecting to 127.0.0.1:6379. [SSL: WRONG_VERSION_NUMBER] wrong version number",
-    ),
+    (True, "Error 1 connecting to 127.0.0.1:6379. [SSL: WRONG_VERSION_NUMBER] wrong versio ..."),
     (True, "it answers without TLS"),
     (True, "cannot read ssl_ca_certs: No such file or directory"),
     (True, "[X509: NO_CERTIFICATE_OR_CRL_FOUND] no certificate or crl found (_ssl.c:4154)"),
@@ -111,6 +93,7 @@ def test_a_misconfiguration_is_known_by_the_words_of_whoever_made_the_error(
     misconfigured: bool, text: str
 ) -> None:
     assert is_misconfigured(text) is misconfigured
+    assert hint_of(text) or not misconfigured
 
 
 @pytest.mark.parametrize("code", CODES)
@@ -133,11 +116,6 @@ def test_an_argument_that_a_server_repeats_decides_nothing(code: str) -> None:
 def test_a_code_inside_a_longer_word_is_none(code: str) -> None:
     text = f"ERR X{code} is not {code}X"
     assert (is_misconfigured(text), hint_of(text)) == (False, "")
-
-
-@pytest.mark.parametrize(("misconfigured", "text"), REPLIES + CONNECTIONS)
-def test_every_misconfiguration_has_a_hint(misconfigured: bool, text: str) -> None:
-    assert not misconfigured or hint_of(text)
 
 
 @pytest.mark.parametrize(

@@ -211,17 +211,8 @@ def test_a_locked_task(celery_app, redlock_settings):
 
 def test_celerys_own_fixtures_take_shared_locked_tasks(tmp_path: Path) -> None:
     (tmp_path / "test_shop.py").write_text(CELERYS_FIXTURES)
-    arguments = (
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "celery.contrib.pytest",
-        "-p",
-        "no:celery",
-        "test_shop.py",
-    )
-    assert "3 passed" in run("", *arguments, cwd=tmp_path)
+    line = "-m pytest -q -p celery.contrib.pytest -p no:celery test_shop.py"
+    assert "3 passed" in run("", *line.split(), cwd=tmp_path)
 
 
 FORGOTTEN = {

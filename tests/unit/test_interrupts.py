@@ -60,7 +60,6 @@ def test_what_acquires_is_made_to_be_interrupted(other: Callable[..., Any]) -> N
 
 @pytest.fixture
 def body() -> Iterator[MonitoredBody]:
-    """Give a body whose lock was never acquired, so that no node is asked."""
     with Redlock(["redis://127.0.0.1:1"]) as redlock:
         yield MonitoredBody(redlock.lock("k"), abort=True, report=lambda loss: None)
 

@@ -62,20 +62,6 @@ def resource(made: TaskLockConfig, *args: Any, queue: str = "celery", **kwargs: 
 
 
 class TestLevels:
-    def test_the_nearer_level_wins(self) -> None:
-        conf = {
-            "redlock_ttl": 11,
-            "redlock_wait": 1,
-            "redlock_max_wait": 1,
-            "redlock_on_give_up": "skip",
-            "redlock_queues": {"slow": {"wait": 2, "max_wait": 2, "ttl": 12}},
-        }
-        made = plan(conf, max_wait=3, ttl=13)
-        rules = made.options_for("slow", {"ttl": 14})
-        assert (rules.on_give_up, rules.wait, rules.max_wait, rules.ttl) == ("skip", 2, 3, 14)
-        assert rules.on_conflict == BUILT_IN["on_conflict"]
-        assert made.options_for("other").wait == 1
-
     def test_none_is_a_value_and_overrides_too(self) -> None:
         made = plan({"redlock_max_wait": 9, "redlock_key": "x:{a}"}, max_wait=None, key=None)
         assert made.options_for("q").max_wait is None
@@ -96,14 +82,6 @@ class TestLevels:
 
     def test_the_default_ttl_stays_below_a_smaller_max_ttl(self) -> None:
         assert plan({"redlock_max_ttl": 10}).options_for("q").ttl == 10
-
-    def test_permits_and_fencing_can_be_set_at_every_level(self) -> None:
-        conf = {"redlock_limit": 2, "redlock_queues": {"wide": {"limit": 9}}}
-        made = plan(conf)
-        assert [made.options_for(queue).limit for queue in ("celery", "wide")] == [2, 9]
-        assert made.options_for("wide", {"limit": 4}).limit == 4
-        assert plan().options_for("q", {"fencing": True}).fencing
-        assert (plan().options_for("q").limit, plan().options_for("q").fencing) == (1, False)
 
     def test_a_backoff_travels_as_a_mapping(self) -> None:
         rules = plan().options_for("q", {"backoff": Backoff(1, 2).to_message()})
@@ -225,70 +203,38 @@ class TestTasksOfOthers:
         assert pattern_for(name, ["*.c", "a.*", "a.b"][::-1]) == pattern
 
 
+NAN, INF = float("nan"), float("inf")
+WRONG: dict[str, list[Any]] = {
+    "ttl": [0.5, 61, "30", None, True, NAN, INF],  # below four node timeouts, above redlock_max_ttl
+    "renew": [1],
+    "max_hold": [0, NAN],
+    "wait": [-1, INF, 3601],
+    "on_conflict": ["drop", 3],
+    "backoff": [1.5],
+    "max_wait": [0, 367 * 86_400],
+    "on_give_up": ["defer"],
+    "on_lost": ["ignore"],
+    "on_unreachable": ["skip"],
+    "limit": [0, 1.5, True, None, 1001],
+    "fencing": [1, None],
+    "unique_for": [0, "60", True, 1e300],
+    "unique_until": ["end", None],
+    "on_duplicate": ["skip"],
+    "key": [
+        7, [], "", ["x:{a}", ""], ["x:{a}", 7], "stock:{nope}", ["stock:{a}", "stock:{nope}"],
+        "stock:{a.b}", "stock:{a", "stock:{}", "{a:>1000}", "{a:.1000f}", "{a:{b:>1000}}",
+        "{a:>\u0661\u0661\u0661\u0661}",  # digits, too
+    ],
+    "args": [
+        "a", 7, False, {"a": 1}, [7], ["a", ""], ["{a}"], ["nope"], ["a", "task"],
+        lambda task, args, kwargs: ["a"],
+    ],
+}  # fmt: skip
+
+
 class TestWrongSettings:
     @pytest.mark.parametrize(
-        ("name", "value"),
-        [
-            ("ttl", 0.5),  # below four node timeouts
-            ("ttl", 61),  # above redlock_max_ttl
-            ("ttl", "30"),
-            ("ttl", None),
-            ("ttl", True),
-            ("ttl", float("nan")),
-            ("renew", 1),
-            ("max_hold", 0),
-            ("wait", -1),
-            ("on_conflict", "drop"),
-            ("on_conflict", 3),
-            ("backoff", 1.5),
-            ("max_wait", 0),
-            ("on_give_up", "defer"),
-            ("on_lost", "ignore"),
-            ("on_unreachable", "skip"),
-            ("limit", 0),
-            ("limit", 1.5),
-            ("limit", True),
-            ("limit", None),
-            ("fencing", 1),
-            ("fencing", None),
-            ("unique_for", 0),
-            ("unique_for", "60"),
-            ("unique_for", True),
-            ("unique_until", "end"),
-            ("unique_until", None),
-            ("on_duplicate", "skip"),
-            ("key", 7),
-            ("key", []),
-            ("key", ""),
-            ("key", ["x:{a}", ""]),
-            ("key", ["x:{a}", 7]),
-            ("key", "stock:{nope}"),
-            ("key", ["stock:{a}", "stock:{nope}"]),
-            ("key", "stock:{a.b}"),
-            ("key", "stock:{a"),
-            ("key", "stock:{}"),
-            ("args", "a"),
-            ("args", 7),
-            ("args", False),
-            ("args", {"a": 1}),
-            ("args", [7]),
-            ("args", ["a", ""]),
-            ("args", ["{a}"]),
-            ("args", ["nope"]),
-            ("args", ["a", "task"]),
-            ("args", lambda task, args, kwargs: ["a"]),
-            ("ttl", float("inf")),
-            ("wait", float("inf")),
-            ("wait", 3601),
-            ("max_hold", float("nan")),
-            ("max_wait", 367 * 86_400),
-            ("unique_for", 1e300),
-            ("limit", 1001),
-            ("key", "{a:>1000}"),
-            ("key", "{a:.1000f}"),
-            ("key", "{a:{b:>1000}}"),
-            ("key", "{a:>\u0661\u0661\u0661\u0661}"),  # digits, too
-        ],
+        ("name", "value"), [(name, value) for name, values in WRONG.items() for value in values]
     )
     def test_a_wrong_value_names_level_name_and_value(self, name: str, value: Any) -> None:
         with pytest.raises(SettingsError) as caught:
@@ -504,10 +450,6 @@ class TestWrongSettings:
     def test_settings_do_not_show_passwords(self) -> None:
         assert "s3cret" not in repr(read_app({"redlock_nodes": ["redis://:s3cret@a"]}))
 
-    def test_every_option_has_a_check_and_a_default(self) -> None:
-        made = plan()
-        assert set(OPTION) == set(type(made.options_for("q")).__dataclass_fields__)
-
 
 class TestTheTables:
     def test_the_options_are_the_fields_of_a_run_in_the_same_order(self) -> None:
@@ -521,8 +463,8 @@ class TestTheTables:
 
     @pytest.mark.parametrize("name", OPTION)
     def test_a_default_passes_its_own_check(self, name: str) -> None:
-        app, default = read_app({"redlock_nodes": NODES}), OPTION[name].default
-        assert OPTION[name].check(OptionSource.at("app", name), default, app) == default
+        default = OPTION[name].default
+        assert OPTION[name].check(*OptionSource.at("app", name), default) == default
 
     @pytest.mark.parametrize("name", OPTION)
     def test_a_callable_is_taken_by_two_options(self, name: str) -> None:

@@ -23,8 +23,7 @@ from celery_redlock import LockedTask
 from celery_redlock.lock.platform.clock import Platform, SystemClock
 from celery_redlock.signals import LockDeferredEvent, lock_deferred
 from celery_redlock.tasks.delivery.delivery import HEADER, Deferral, LockHeader, utc_now
-from celery_redlock.tasks.execution.outcomes import Deferred
-from celery_redlock.tasks.execution.untried import defer_untried
+from celery_redlock.tasks.execution.outcomes import Deferred, defer_untried
 from celery_redlock.tasks.waiting.queues import WaitingTimes
 from celery_redlock.tasks.waiting.room import WaitingRoom
 from tests.conftest import eventually
@@ -128,7 +127,6 @@ class Worker:
 
 
 def take(connection: Connection) -> Any:
-    """Return the message that was sent last."""
     queue = connection.SimpleQueue("celery")
     try:
         message = queue.get(timeout=5)
@@ -199,7 +197,6 @@ def test_a_message_whose_lock_was_refused_just_now_waits_without_a_try(
 
 
 def deferrals(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """Return the lines of deferrals so far."""
     records = [one for one in caplog.records if one.__dict__.get("event") == "run_deferred"]
     return [one.getMessage() for one in records]
 

@@ -195,7 +195,7 @@ def test_nothing_else_connects_to_celery() -> None:
     assert connecting == {"wiring.py", *on_demand}
     registering = ("connect_on_app_finalize", "inspect_command", "control_command", "steps")
     assert modules_that_use(*registering) == {"wiring.py"}
-    at_fork = {"lock/client.py", "tasks/children/forks.py"}
+    at_fork = {"lock/client.py", "tasks/children/reaper.py"}
     assert modules_that_use("register_at_fork") == at_fork
     named = set(re.findall(r"`(\w+/[\w/]+\.py)`", wiring.__doc__ or ""))
     assert named == on_demand | at_fork

@@ -63,35 +63,32 @@ class Acquirer:
         AlreadyCompletedError, SupersededError, and SettingsError if two nodes turn out to be one
         server.
         """
-        acquisition, started = Acquisition(options, keys, hold.owner), self._clock.now()
+        core, clock = self.core, self._clock
+        acquisition, started = Acquisition(options, keys, hold.owner), clock.now()
         hold.add(acquisition)  # before its request leaves, so that an exception releases it
         failure = self._lock_keys(acquisition)
         if failure is None and options.fencing:
             failure = self.confirm_fencing_token([acquisition])
         several = len(acquisition.leases) > 1
-        if failure is None and several and not acquisition.held(self._clock.now()):
+        if failure is None and several and not acquisition.held(clock.now()):
             # the first keys expired during the rounds for later keys
-            failure = QuorumUnreachable(acquisition.resource, (), self.core.nodes.quorum)
-        if failure is None:
-            self._begin(acquisition, started)
-            return None
-        self._releaser.roll_back(acquisition)
-        hold.remove(acquisition)
-        hold.splits = hold.splits + 1 if acquisition.was_split else 0
-        hold.took = self._clock.now() - started
-        return failure
-
-    def _begin(self, acquisition: Acquisition, started: float) -> None:
-        acquisition.acquired_at = started
+            failure = QuorumUnreachable(acquisition.resource, (), core.nodes.quorum)
+        if failure is not None:
+            self._releaser.roll_back(acquisition)
+            hold.remove(acquisition)
+            hold.splits = hold.splits + 1 if acquisition.was_split else 0
+            hold.took = clock.now() - started
+            return failure
         acquisition.plan_renewals(started)
-        self.core.watchdog.watch(acquisition)
-        replaced_at = self.core.guard.replaced_at
+        core.watchdog.watch(acquisition)
+        replaced_at = core.guard.replaced_at
         if replaced_at:  # between the grant of the first key and now
             for one in acquisition.leases:
                 for node in one.replaced(replaced_at):
                     one.withdraw(node)
         acquisition.nest()
-        self.core.events.acquired(acquisition)
+        core.events.acquired(acquisition)
+        return None
 
     def _lock_keys(self, acquisition: Acquisition) -> Failure | None:
         """Lock each key in order, or any single permit.
@@ -134,17 +131,37 @@ class Acquirer:
         return soonest
 
     def _lock_key(self, acquisition: Acquisition, key: LockKey) -> Failure | None:
-        lease = self.new_lease(acquisition.options, key)
+        """Run one round for one key."""
+        core, clock, options = self.core, self._clock, acquisition.options
+        nodes, guard = core.nodes, core.guard
+        lease = self.new_lease(options, key)
         acquisition.leases.append(lease)  # before the request leaves, so it gets released
-        self.core.events.claiming(acquisition, lease)
-        nodes = self.core.nodes
-        marker = acquisition.options.marker
-        round_ = AcquireRound(lease, len(nodes.all), nodes.send_to, marker)
-        failure = self._run(round_, lease, acquisition.options)
-        tally = round_.tally
-        if failure is not None and is_split(round_.holders, tally.unheard, tally.quorum):
-            acquisition.was_split = True  # rivals share the nodes, and none has got the lock
-        return failure
+        core.events.claiming(acquisition, lease)
+        round_ = AcquireRound(lease, len(nodes.all), nodes.send_to, options.marker)
+        sent, least = clock.now(), None
+        lease.sent = sent
+        if lease.fence is not None:
+            least = lease.fence.proposed = proposal(clock.wall_us())
+        request = core.requests.acquire(lease, options, least)
+        is_suffixed, is_dated = True, bool(least)
+        nodes.broadcast(Command(request, round_, GRANT, is_suffixed, is_dated), sent)
+        core.requests.release(lease)  # encoded now, while the nodes work
+        longest = lease.ttl / ROUNDS_IN_TTL
+        nodes.wait(round_, sent + min(nodes.timeout, longest))
+        if not round_.decided:
+            nodes.wait_for_connects(round_, sent, longest=longest)
+        time_is_up, round_.decided = not round_.decided, True
+        if guard.same_server is not None:
+            core.check_distinct()
+        if round_.completed:
+            raise (SupersededError if round_.superseded else AlreadyCompletedError)(key.resource)
+        if guard.replaced_at:
+            round_.withdraw_replaced(guard.replaced_at)
+        # before the token is chosen: it must be as large as the counters of a quorum that counts
+        has_counters = lease.fence is None or self._has_counters(lease.fence, round_)
+        if round_.tally.reached and has_counters and lease.begin(clock.now()):
+            return None
+        return self._failed(round_, lease, acquisition, time_is_up=time_is_up)
 
     def new_lease(self, options: LockOptions, key: LockKey, value: str = "") -> Lease:
         """Return a new lease without a request yet. value: of another process's lease."""
@@ -157,54 +174,27 @@ class Acquirer:
         fence = Fence(quorum) if options.fencing else None
         return Lease(key, value, nodes, quorum, drift, self._margin, self._guarded, fence)
 
-    def _run(self, round_: AcquireRound, lease: Lease, options: LockOptions) -> Failure | None:
-        core, clock = self.core, self._clock
-        nodes = core.nodes
-        sent = lease.sent = clock.now()
-        least = None if lease.fence is None else proposal(clock.wall_us())
-        if lease.fence is not None:
-            lease.fence.proposed = least or 0
-        request = core.requests.acquire(lease, options, least)
-        is_suffixed, is_dated = True, bool(least)
-        command = Command(request, round_, GRANT, is_suffixed, is_dated)
-        nodes.broadcast(command, sent)
-        core.requests.release(lease)  # encoded now, while the nodes work
-        longest = lease.ttl / ROUNDS_IN_TTL
-        nodes.wait(round_, sent + min(core.nodes.timeout, longest))
-        if not round_.decided:
-            nodes.wait_for_connects(round_, sent, longest=longest)
-        time_is_up, round_.decided = not round_.decided, True
-        if core.guard.same_server is not None:
-            core.check_distinct()
-        if round_.completed:
-            error = SupersededError if round_.superseded else AlreadyCompletedError
-            raise error(lease.key.resource)
-        if core.guard.replaced_at:
-            round_.withdraw_replaced(core.guard.replaced_at)
-        # before the token is chosen: it must be as large as the counters of a quorum that counts
-        has_counters = lease.fence is None or self._has_counters(lease.fence, round_)
-        if round_.tally.reached and has_counters and lease.begin(clock.now()):
-            return None
-        return self._failed(round_, lease, options.limit, time_is_up=time_is_up)
-
     def _has_counters(self, fence: Fence, round_: AcquireRound) -> bool:
         """Return whether a quorum's counters count; tell of the nodes whose counters do not."""
-        nodes = self.core.nodes
         for node in fence.implausible:
             round_.errors[node] = NodeError("", IMPLAUSIBLE)
-            self.core.guard.on_error_reply(nodes.all[node], IMPLAUSIBLE)
+            self.core.guard.on_error_reply(self.core.nodes.all[node], IMPLAUSIBLE)
         return fence.has_quorum
 
     def _failed(
-        self, round_: AcquireRound, lease: Lease, limit: int, *, time_is_up: bool
+        self, round_: AcquireRound, lease: Lease, acquisition: Acquisition, *, time_is_up: bool
     ) -> Failure:
         for node, other in round_.held_by.items():
             self.core.guard.learn_time(node, other.wall, lease.sent)
             self._releaser.release_late_grant(node, other.value)
-        resource, nodes = lease.key.resource, self.core.nodes
-        if round_.tally.taken(time_is_up=time_is_up):
-            values = round_.holders  # the one that most of the refusing nodes have is shown
+        resource, nodes, tally = lease.key.resource, self.core.nodes, round_.tally
+        values = round_.holders
+        if is_split(values, tally.unheard, tally.quorum):
+            acquisition.was_split = True  # rivals share the nodes, and none has got the lock
+        if tally.taken(time_is_up=time_is_up):
+            # the one that most of the refusing nodes have is shown
             holder, _, ttl = parts_of(max(values, key=values.count, default=""))
+            limit = acquisition.options.limit
             return LockTaken(resource, holder, round_.expires_in(), ttl=ttl, limit=limit)
         return QuorumUnreachable(
             resource, round_.causes(nodes.all, time_is_up=time_is_up), nodes.quorum

@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
+from weakref import ref
 
 from hiredis import ReplyError
 
@@ -95,12 +96,16 @@ class Releaser:
 
         publish: whether to notify the waiters.
         """
-        acquisition.unnest()
+        _, flow, task = acquisition.owner
+        for key in acquisition.keys:
+            name = task, key.resource
+            if flow.held.get(name) is acquisition:
+                flow.held.pop(name, None)
         releases = acquisition.releases
         if not releases:
-            now, releases = self.core.clock.now(), []  # a new list: kept once it has all of them
+            releases = []  # a new list: kept once it has all of them
             for one in acquisition.leases:
-                releases.append(KeyRelease(self, acquisition, one, now, publish))
+                releases.append(KeyRelease(self, acquisition, one, publish))
         acquisition.releases = releases  # kept: after an exception, the next call writes them again
         self._write_all(releases)
         acquisition.releases = []  # breaks the reference cycle
@@ -112,19 +117,16 @@ class Releaser:
         Notifies only the waiters of keys that were held: other clients may have been refused there.
         For the other keys it would wake rivals for nothing.
         """
-        now = self.core.clock.now()
         acquisition.releases = [
-            KeyRelease(self, acquisition, one, now, one.state is HELD) for one in acquisition.leases
+            KeyRelease(self, acquisition, one, one.state is HELD) for one in acquisition.leases
         ]
         self.release(acquisition)
 
     @uninterruptible
     def roll_back_last(self, acquisition: Acquisition) -> None:
         """Release the last key that was tried, which another client holds."""
-        lease = acquisition.leases[-1]
-        now = self.core.clock.now()
         is_published = False
-        self._write_all([KeyRelease(self, acquisition, lease, now, is_published)])
+        self._write_all([KeyRelease(self, acquisition, acquisition.leases[-1], is_published)])
         acquisition.leases.pop()
 
     @uninterruptible
@@ -146,8 +148,10 @@ class Releaser:
             if hold.end_wait is not None:
                 hold.end_wait()
         finally:
+            its = ref(hold)
             for acquisition in hold.acquisitions:
-                acquisition.remove_user(hold)
+                if its in acquisition.holds:
+                    acquisition.holds.remove(its)
                 if not acquisition.users and (not anywhere or acquisition.abandon()):
                     self.release(acquisition)
 
@@ -239,24 +243,18 @@ class KeyRelease:
     command also writes the completion marker. So the marker precedes the release on every node.
     """
 
-    __slots__ = ("_ended_at", "_ends", "_heard", "_missing", "_publish", "_releaser",
+    __slots__ = ("_core", "_ended_at", "_ends", "_heard", "_missing", "_publish", "_releaser",
                  "_taken_away", "_unsettled", "_was_held", "acquisition", "lease", "made_at",
                  "until")  # fmt: skip
     wanted = True
 
     def __init__(
-        self,
-        releaser: Releaser,
-        acquisition: Acquisition,
-        lease: Lease,
-        made_at: float,
-        publish: bool,
+        self, releaser: Releaser, acquisition: Acquisition, lease: Lease, publish: bool
     ) -> None:
-        self._releaser = releaser
-        self.acquisition, self.lease, self.made_at = acquisition, lease, made_at
-        # by then every node has dropped the key
-        self.until = made_at + DELIVERED_FOR * acquisition.options.ttl
-        self._publish = publish
+        self._releaser, self._core = releaser, releaser.core
+        self.acquisition, self.lease, self._publish = acquisition, lease, publish
+        self.made_at = self._core.clock.now()
+        self.until = self.made_at + DELIVERED_FOR * acquisition.options.ttl
         self._ended_at = acquisition.ended_at
         self._was_held = lease.state is HELD
         self._ends = lease.ends  # the present deadlines: `Lease.end` makes a new list
@@ -267,10 +265,9 @@ class KeyRelease:
 
     def command(self) -> Command:
         """Return the command to send. Not kept, because it refers to this object."""
-        releaser, marker = self._releaser, self.acquisition.options.marker
-        ended_for = None if self._ended_at is None else releaser.core.clock.now() - self._ended_at
-        requests = releaser.core.requests
-        request = requests.release(self.lease, marker, ended_for, publish=self._publish)
+        core, marker = self._core, self.acquisition.options.marker
+        ended_for = None if self._ended_at is None else core.clock.now() - self._ended_at
+        request = core.requests.release(self.lease, marker, ended_for, publish=self._publish)
         return Command(request, self, RELEASE)
 
     def on_reply(self, node: int, sent: float, reply: Any, run_id: str) -> None:
@@ -282,36 +279,32 @@ class KeyRelease:
         self._heard.add(node)
         if self.lease.asked_again:  # a lost acquire request may still run
             self._releaser.expect_late_grant(self)
-        if reply == 1:
-            self.settle(node)
-            return
-        if is_error and self._releaser.core.clock.now() < self.until:
+        if is_error and self._core.clock.now() < self.until:
             self._releaser.outbox.put(node, self)  # for later: the node is loading, busy, or full
         else:
             self.settle(node)
-        if first and reply == 0 and self._was_held:
+        if first and self._was_held and not is_error and reply == 0:
             self._check_loss(node, run_id)
 
     def _check_loss(self, node: int, run_id: str) -> None:
         """Report a loss if fewer than a quorum of nodes kept the lock until its release."""
-        nodes, end = self._releaser.core.nodes, self._ends[node]
+        nodes, end = self._core.nodes, self._ends[node]
         if end > self.made_at:
             keeps = self.lease.keeps_its_promise(node, run_id)
-            if keeps or end <= self._releaser.core.clock.now():
+            if keeps or end <= self._core.clock.now():
                 return  # the node restarted and abstains, or its lease ended before the release
             self._taken_away = True
         self._missing += 1
         if self._taken_away and self._missing > len(nodes.all) - nodes.quorum:
             reason = "at its release its key was no longer ours"
-            self._releaser.core.events.lost_soon(self.acquisition, reason)
+            self._core.events.lost_soon(self.acquisition, reason)
 
     def on_error(self, node: int, command: Command, error: NodeError) -> None:
         """Queue the release until the node is back, if the node may keep our key."""
         self._heard.add(node)
         if error.lost:
             self._releaser.expect_late_grant(self)  # the connection may have lost the grant, too
-        never_asked = node in self.lease.never_asked
-        if not never_asked and self._releaser.core.clock.now() < self.until:
+        if node not in self.lease.never_asked and self._core.clock.now() < self.until:
             self._releaser.outbox.put(node, self)
         else:
             self.settle(node)
@@ -320,4 +313,4 @@ class KeyRelease:
         """Record that a node needs no release any more; after the last node, report that."""
         self._unsettled &= ~(1 << node)
         if not self._unsettled:
-            self._releaser.core.events.settled(self.lease)
+            self._core.events.settled(self.lease)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
 
 from celery_redlock.lock.engine.core import Core
 from celery_redlock.lock.engine.releaser import Releaser
@@ -19,16 +18,8 @@ RENEWED_AT_ONCE = 100  # keys in one request: a node serves no other client mean
 LATE = 0.02  # seconds after which a renewal is late, for example because C code kept the GIL
 
 
-@dataclass(frozen=True)
-class Part:
-    """Keys that are renewed by one request.
-
-    owners: the acquisition of each key. lacking: nodes on which a single key is reclaimed.
-    """
-
-    owners: Sequence[Acquisition]
-    leases: Sequence[Lease]
-    lacking: Collection[int] = ()
+# keys that one request renews, the acquisition of each, and where a single key is reclaimed
+Part = tuple[Sequence[Lease], Sequence[Acquisition], Collection[int]]
 
 
 class Renewer:
@@ -45,15 +36,29 @@ class Renewer:
         kept = [one for one in acquisitions if not self._releaser.release_if_abandoned(one)]
         core, sent = self._core, self._clock.now()
         renewed = [one for one in kept if one.begin_renewal(sent)]
-        group = RoundGroup()
+        group, rounds = RoundGroup(), []
         entries: list[list[Entry]] = [[] for _ in core.nodes.all]
-        written = [self._write(part, group, entries, sent) for part in _in_parts(renewed, sent)]
+        for leases, owners, lacking in _in_parts(renewed, sent):
+            on_missing = functools.partial(self._on_missing, owners)
+            round_ = RenewRound(leases, len(entries), self._clock, on_missing)
+            rounds.append((owners, round_))
+            group.add(round_)
+            request = core.requests.renew(leases)
+            plain = Command(request, round_, RENEW), sent, request
+            for own in entries:
+                own.append(plain)
+            for node in lacking:
+                (lease,) = leases
+                lease.never_asked.discard(node)  # the reclaim, about to be sent, may set the key
+                lease.asked_again.add(node)
+                request = core.requests.renew(leases, encode_text(lease.broken_key))
+                entries[node][-1] = Command(request, round_, RENEW), sent, request
         group.close()
         core.nodes.scatter(entries, sent)
         if native and any(sent - one.renew_at > LATE for one in renewed):
             core.nodes.wait_keeping_gil(group)
         core.nodes.wait(group, sent + core.nodes.timeout, native=native)
-        unconfirmed = {part.owners[i] for part, round_ in written for i in round_.unconfirmed}
+        unconfirmed = {owners[i] for owners, round_ in rounds for i in round_.unconfirmed}
         now = self._clock.now()
         for one in renewed:
             if one in unconfirmed:
@@ -62,27 +67,6 @@ class Renewer:
                 one.renewal_reached(sent)
         core.events.extended(one for one in renewed if one not in unconfirmed)
         return not unconfirmed
-
-    def _write(
-        self, part: Part, group: RoundGroup, entries: Sequence[list[Entry]], sent: float
-    ) -> tuple[Part, RenewRound]:
-        nodes = len(self._core.nodes.all)
-        on_missing = functools.partial(self._on_missing, part.owners)
-        round_ = RenewRound(part.leases, nodes, self._clock, on_missing)
-        group.add(round_)
-        plain = self._entry(part, round_, sent)
-        for own in entries:
-            own.append(plain)
-        for node in part.lacking:
-            (lease,) = part.leases
-            lease.never_asked.discard(node)  # the reclaim, about to be sent, may set the key
-            lease.asked_again.add(node)
-            entries[node][-1] = self._entry(part, round_, sent, encode_text(lease.broken_key))
-        return part, round_
-
-    def _entry(self, part: Part, round_: RenewRound, sent: float, note: bytes = b"") -> Entry:
-        request = self._core.requests.renew(part.leases, note)
-        return Command(request, round_, RENEW), sent, request
 
     def _on_missing(self, owners: Sequence[Acquisition], number: int) -> None:
         """Check the deadline again, and reclaim the key soon, after the present round."""
@@ -109,23 +93,19 @@ class Renewer:
 
 
 def _in_parts(acquisitions: Sequence[Acquisition], now: float) -> Iterator[Part]:
-    """Yield the parts, each of which is renewed by one request.
-
-    Keys that no node lacks are renewed together, but not too many: a node runs a script in one
-    step.
-    """
-    owners: list[Acquisition] = []
+    """Yield the parts. Keys that no node lacks are renewed together, but not too many."""
     leases: list[Lease] = []
+    owners: list[Acquisition] = []
     for acquisition in acquisitions:
         for lease in acquisition.leases:
             lacking = lease.to_reclaim(now)
             if lacking:
-                yield Part([acquisition], [lease], lacking)
+                yield [lease], [acquisition], lacking
                 continue
-            owners.append(acquisition)
             leases.append(lease)
+            owners.append(acquisition)
             if len(leases) == RENEWED_AT_ONCE:
-                yield Part(owners, leases)
-                owners, leases = [], []
+                yield leases, owners, ()
+                leases, owners = [], []
     if leases:
-        yield Part(owners, leases)
+        yield leases, owners, ()

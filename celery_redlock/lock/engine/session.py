@@ -113,7 +113,7 @@ class Session(Core):
             for key, one in zip(keys, orphans, strict=True)
         ]
         if options.marker is not None:
-            self.mark_ended(acquisition)
+            acquisition.ended_at = self.clock.now()
         self.releaser.release_orphans(acquisition)
         return acquisition
 
@@ -122,11 +122,6 @@ class Session(Core):
         self.nodes.reconnect()
         budget = connect_budget(self.options.node_timeout)
         self.watchdog.run_maintenance_by(self.clock.now() + budget)
-
-    def mark_ended(self, acquisition: Acquisition) -> None:
-        """Let the release of an acquisition record that its run has ended, even if it is lost."""
-        if acquisition.ended_at is None:
-            acquisition.ended_at = self.clock.now()
 
     # called by the watchdog
 

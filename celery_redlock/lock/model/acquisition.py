@@ -43,16 +43,18 @@ class Acquisition:
     renewal (inf: none). It may renew up to `leeway` seconds earlier, in one batch with others.
     """
 
-    __slots__ = ("_at_risk_told", "_last_renewal", "_loss_told", "_reclaim_at", "_users",
-                 "abandoned", "acquired_at", "ended_at", "keys", "leases", "leeway", "number",
-                 "options", "owner", "releases", "renew_at", "was_split")  # fmt: skip
+    __slots__ = ("_at_risk_told", "_last_renewal", "_loss_told", "_reclaim_at",
+                 "abandoned", "acquired_at", "ended_at", "holds", "keys", "leases", "leeway",
+                 "number", "options", "owner", "releases", "renew_at", "was_split")  # fmt: skip
 
     def __init__(self, options: LockOptions, keys: Sequence[LockKey], owner: Owner) -> None:
         self.options, self.keys, self.owner = options, keys, owner
         self.number = next(_numbers)  # unique in this process
         self.leases: list[Lease] = []
         self.leeway = options.ttl / RENEWED_TOGETHER
-        self._users: list[ref[Hold]] = []
+        # weak: if an exception interrupted an acquire or a release, no code can release this. The
+        # watchdog must not renew it for ever then
+        self.holds: list[ref[Hold]] = []
         self.abandoned = False  # True: its owner may not take it again
         self.renew_at = self._reclaim_at = math.inf
         self.acquired_at = 0.0
@@ -62,36 +64,20 @@ class Acquisition:
         self.releases: list[Any] = []  # of its keys, while they are written
         self.was_split = False  # it was refused, although no other client got a quorum either
 
-    # its users: the holds that rely on it
-
-    def add_user(self, user: Hold) -> None:
-        """Add a user. The acquisition is released after the last user is removed.
-
-        The reference is weak: if an exception interrupted an acquire or a release, no code can
-        release the acquisition. The watchdog must not renew it for ever then.
-        """
-        self._users.append(ref(user))
-
-    def remove_user(self, user: Hold) -> None:
-        """Remove a user. A second call has no effect."""
-        its = ref(user)
-        if its in self._users:
-            self._users.remove(its)
-
     @property
     def users(self) -> int:
-        """The number of users that can still release it."""
+        """The number of holds that rely on it, and can still release it."""
         count = 0
-        for user in self._users:  # no comprehension: read at each release and renewal
+        for user in self.holds:  # no comprehension: read at each release and renewal
             if user() is not None:
                 count += 1
         return count
 
     def abandon(self) -> bool:
-        """Mark it as abandoned if it has no users; return whether it has none.
+        """Mark it as abandoned if no hold relies on it; return whether none does.
 
         The owner cannot take an abandoned acquisition again. This sets `abandoned` before it reads
-        `users`; a new user is added before it reads `abandoned`. At least one of them sees the
+        `users`; a new hold is added before it reads `abandoned`. At least one of them sees the
         other's write.
         """
         self.abandoned = True
@@ -103,15 +89,6 @@ class Acquisition:
         _, flow, task = self.owner
         for key in self.keys:
             flow.held[task, key.resource] = self
-
-    def unnest(self) -> None:
-        """Undo `nest`. A second call has no effect."""
-        _, flow, task = self.owner
-        held = flow.held
-        for key in self.keys:
-            name = task, key.resource
-            if held.get(name) is self:
-                held.pop(name, None)
 
     # its state
 
@@ -211,7 +188,7 @@ class Acquisition:
 
     def plan_renewals(self, started: float) -> None:
         """Set the first renewal. started: monotonic seconds, before the first request."""
-        options = self.options
+        self.acquired_at, options = started, self.options
         if options.renew:
             longest = math.inf if options.max_hold is None else options.max_hold
             self._last_renewal = started + longest
@@ -276,11 +253,11 @@ class Hold:
     def add(self, acquisition: Acquisition) -> None:
         if acquisition not in self.acquisitions:
             self.acquisitions.append(acquisition)
-            acquisition.add_user(self)
+            acquisition.holds.append(ref(self))
 
     def remove(self, acquisition: Acquisition) -> None:
         self.acquisitions.remove(acquisition)
-        acquisition.remove_user(self)
+        acquisition.holds.remove(ref(self))
 
     def add_outer(self, options: LockOptions, now: float) -> dict[str, Acquisition]:
         """Rely on acquisitions that the owner holds already; return them by resource.

@@ -58,7 +58,8 @@ class Tally:
             self.refused += 1
         else:
             self.withheld += 1
-        return self.granted >= self.quorum or self.impossible
+        quorum = self.quorum
+        return self.granted >= quorum or self.nodes - self.refused - self.withheld < quorum
 
     @property
     def reached(self) -> bool:

@@ -11,7 +11,7 @@ import json
 import math
 import socket
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from celery_redlock.lock.client import Redlock
 from celery_redlock.lock.inspection import LockReport, break_lock, list_locks
 from celery_redlock.lock.node_status import missing_rights, read_shared_settings, shared_settings_of
 from celery_redlock.lock.server.admin import trust_nodes
+from celery_redlock.operate.cli import views
 from celery_redlock.operate.cli.group import (
     EXIT_UNKNOWN,
     Table,
@@ -35,19 +36,7 @@ from celery_redlock.operate.cli.group import (
     redlock,
     within_deadline,
 )
-from celery_redlock.operate.cli.views import (
-    LOCKS_UNKNOWN,
-    NodesView,
-    TaskView,
-    WaitersView,
-    failing_lines,
-    lock_name,
-    lock_table,
-    look_repeatedly,
-    show_live,
-    unknown_lines,
-    vote_table,
-)
+from celery_redlock.operate.cli.views import NodesView, WaitersView, failing_lines, lock_name
 from celery_redlock.operate.lints import ADVICE, ERROR, WARNING, Lint, left_open, lint
 from celery_redlock.tasks.per_app import redlock_of, settings_of
 from celery_redlock.tasks.settings.app import did_you_mean
@@ -77,8 +66,8 @@ def locks(ctx: click.Context, as_json: bool) -> None:
     The exit status is 2 if too few nodes answer for all locks to be known.
     """
     sight = list_locks(redlock_of(app_from(ctx)))
-    lines = (*failing_lines(sight.failing), *unknown_lines(sight))
-    print_result(as_json, as_data(sight), lock_table(sight), *lines)
+    lines = (*failing_lines(sight.failing), *views.unknown_lines(sight))
+    print_result(as_json, as_data(sight), views.lock_table(sight), *lines)
     if not sight.is_known:
         ctx.exit(EXIT_UNKNOWN)
 
@@ -93,9 +82,10 @@ def waiters(ctx: click.Context, as_json: bool) -> None:
     few nodes answer.
     """
     waiting = WaitersView.ask(app_from(ctx))
-    lines = (*failing_lines(waiting.registered.failing), *unknown_lines(waiting.registered))
-    print_result(as_json, waiting.data(), *waiting.tables(), *waiting.notes(), *lines)
-    if not waiting.registered.is_known:
+    processes = waiting.registered
+    lines = (*waiting.notes(), *failing_lines(processes.failing), *views.unknown_lines(processes))
+    print_result(as_json, waiting.data(), *waiting.tables(), *lines)
+    if not processes.is_known:
         ctx.exit(EXIT_UNKNOWN)
 
 
@@ -110,32 +100,30 @@ def show(ctx: click.Context, name: str, as_json: bool) -> None:
     """
     app = app_from(ctx)
     sight, everyone = list_locks(redlock_of(app)), WaitersView.ask(app)
-    waiting = everyone.for_resource(name)
+    waiting, task = everyone.for_resource(name), None
     locks = [lock for lock in sight.locks if lock.resource == name]
-    task = None
     if not (locks or waiting.waiting or waiting.registered.processes):
-        task = TaskView.find(app, name, sight, everyone)
+        task = views.TaskView.find(app, name, sight, everyone)
     if task is not None:
         locks = [lock for lock in sight.locks if lock.resource in task.resources]
         waiting = everyone.for_task(name)
-    shown = replace(sight, locks=tuple(locks))
-    parts: list[str | Table] = [lock_table(shown)] if locks else []
-    failing = sight.failing
+    shown, failing = replace(sight, locks=tuple(locks)), sight.failing
+    parts: list[str | Table] = [views.lock_table(shown)] if locks else []
     if task is not None:
         parts.insert(0, task.table())
     else:
-        none = f"No lock stands on {name}." if sight.is_known else LOCKS_UNKNOWN
-        parts = [*(parts or [none]), *(vote_table(lock, sight) for lock in locks)]
+        none = f"No lock stands on {name}." if sight.is_known else views.LOCKS_UNKNOWN
+        parts = [*(parts or [none]), *(views.vote_table(lock, sight) for lock in locks)]
         parts += [*waiting.tables(), *waiting.notes()]
         failing = {**failing, **waiting.registered.failing}
     data = {"resource": name, "task": as_data(task), **as_data(shown), "waiters": waiting.data()}
-    print_result(as_json, data, *parts, *failing_lines(failing), *unknown_lines(sight))
+    print_result(as_json, data, *parts, *failing_lines(failing), *views.unknown_lines(sight))
     if not sight.is_known:
         ctx.exit(EXIT_UNKNOWN)
 
 
 def finite(_: click.Context, param: click.Parameter, value: float) -> float:
-    """Return the number that an option gives; refuses NaN, which passes each range."""
+    """Return an option's number; refuses NaN, which passes each range."""
     if not math.isfinite(value):
         raise click.BadParameter("give a finite number.", param=param)
     return value
@@ -143,13 +131,9 @@ def finite(_: click.Context, param: click.Parameter, value: float) -> float:
 
 @redlock.command()
 @click.option(
-    "--interval",
-    type=click.FloatRange(0.0, 3600.0, min_open=True),
-    callback=finite,
-    default=2.0,
-    show_default=True,
-    help="Seconds between two looks.",
-)
+    "--interval", type=click.FloatRange(0.0, 3600.0, min_open=True), callback=finite, default=2.0,
+    show_default=True, help="Seconds between two looks.",
+)  # fmt: skip
 @click.option("--count", type=click.IntRange(1), help="How many looks; until `q` if not given.")
 @as_json
 @click.pass_context
@@ -158,12 +142,12 @@ def top(ctx: click.Context, interval: float, count: int | None, as_json: bool) -
 
     With --json each look is one line.
     """
-    looks = look_repeatedly(app_from(ctx), interval, count)
+    looks = views.look_repeatedly(app_from(ctx), interval, count)
     if as_json:
         for look in looks:
             click.echo(json.dumps(look.data(), default=str))
     elif sys.stdin.isatty() and sys.stdout.isatty():
-        show_live(looks)
+        views.show_live(looks)
     else:
         for look in looks:
             print_all(*look.tables(), *look.notes())
@@ -195,9 +179,9 @@ def break_(ctx: click.Context, resource: str, permit: int | None, yes: bool, as_
     for lock in found:
         deleted, failing = break_lock(made, lock)
         gone_from = [node for node, gone in deleted.items() if gone]
-        broken.append(BrokenLock(lock, gone_from, dict(failing)))
-    told = [{**as_data(one.lock), **as_data(one)} for one in broken]
-    data = {"resource": resource, "broken": told}
+        broken.append(BrokenLock(lock, gone_from, failing))
+    records = [{**as_data(one.lock), **as_data(one)} for one in broken]
+    data = {"resource": resource, "broken": records}
     print_result(as_json, data, *(one.text() for one in broken))
     for one in broken:  # after the lines above: a broker may be silent for the whole deadline
         one.send_event(app)
@@ -214,12 +198,10 @@ class BrokenLock:
 
     lock: LockReport = field(repr=False)
     gone_from: Sequence[str]
-    failing: dict[str, str]
+    failing: Mapping[str, str]
 
     def send_event(self, app: Any) -> None:
         """Send `task-lock-broken` to monitors; without a broker the lock is broken all the same."""
-        if not self.gone_from:
-            return
         resource, holder = self.lock.resource, self.lock.holder
 
         def send() -> None:
@@ -229,7 +211,7 @@ class BrokenLock:
             with app.events.default_dispatcher() as dispatcher:
                 dispatcher.send("task-lock-broken", uuid=holder.task_id, **fields)
 
-        _, cause = within_deadline(send)
+        cause = within_deadline(send)[1] if self.gone_from else ""
         if cause:
             print_all(f"no event is sent: {cause}", err=True)
 
@@ -255,7 +237,14 @@ def trust(ctx: click.Context, nodes: Sequence[str], every: bool, yes: bool, as_j
     worker runs.
     """
     made = redlock_of(app_from(ctx))
-    chosen = _chosen_nodes(made, nodes, every)
+    known = [node.name for node in made.session.nodes.all]
+    for name in nodes:
+        if name not in known:
+            hint = did_you_mean(name, known) or f"; known are {', '.join(known)}"
+            raise command_error(f"{name} is no node of this app{hint}")
+    chosen = known if every else list(nodes)
+    if not chosen:
+        raise command_error(f"name the nodes, or --all of them: {', '.join(known)}")
     if not yes:
         holding = [f"{one.holder} holds {lock_name(one)} now" for one in list_locks(made).locks]
         print_all(*holding, err=as_json)
@@ -273,19 +262,6 @@ def trust(ctx: click.Context, nodes: Sequence[str], every: bool, yes: bool, as_j
     print_result(as_json, {"trusted": dict(trusted), "failing": dict(failing)}, *lines)
     if failing:
         ctx.exit(1)
-
-
-def _chosen_nodes(redlock: Redlock, named: Sequence[str], every: bool) -> list[str]:
-    """Return the names of the nodes to trust; raises ClickException for an unknown or no name."""
-    known = [node.name for node in redlock.session.nodes.all]
-    for name in named:
-        if name not in known:
-            hint = did_you_mean(name, known) or f"; known are {', '.join(known)}"
-            raise command_error(f"{name} is no node of this app{hint}")
-    chosen = known if every else list(named)
-    if not chosen:
-        raise command_error(f"name the nodes, or --all of them: {', '.join(known)}")
-    return chosen
 
 
 @redlock.command()
@@ -344,10 +320,7 @@ def doctor(ctx: click.Context, as_json: bool) -> None:
 
 
 def _lints_of_nodes(redlock: Redlock) -> Iterator[Lint]:
-    """Yield an error for each shared setting of other clients that differs from this client's.
-
-    And a warning for each node whose user lacks rights.
-    """
+    """Yield errors for shared settings that differ, and warnings for missing rights."""
     own = shared_settings_of(redlock)
     for settings, nodes in read_shared_settings(redlock).items():
         hint = (

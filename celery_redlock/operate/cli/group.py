@@ -56,7 +56,7 @@ def redlock(**_: Any) -> None:
 
 
 def app_from(ctx: click.Context) -> Any:
-    """Return the app of the command line, complete with all its tasks."""
+    """Return the app of the command line with all its tasks."""
     app = ctx.find_root().obj.app
     app.loader.import_default_modules()
     app.finalize()
@@ -67,8 +67,7 @@ def app_from(ctx: click.Context) -> Any:
 def within_deadline(ask: Callable[[], T]) -> tuple[T | None, str]:
     """Call the broker or the result backend; return its answer and "", else None and the cause.
 
-    A server that accepts a connection and stays silent would keep a command for ever. The thread of
-    such a call ends with the process.
+    A server that accepts a connection and stays silent would keep a command for ever.
     """
     answers: list[tuple[T | None, str]] = []
 
@@ -88,8 +87,7 @@ def within_deadline(ask: Callable[[], T]) -> tuple[T | None, str]:
 class Table:
     """A table of text.
 
-    none: the line that is printed if there are no rows. expanded: one cell a line in any case, as
-    the expanded display of psql.
+    none: printed if there are no rows. expanded: one cell a line, as psql's expanded display.
     """
 
     heads: Sequence[str]
@@ -115,7 +113,13 @@ class Table:
             return [*self._one_cell_a_line(rows[1:])]
         while sum(widths) > room:
             widths[widths.index(max(widths))] -= 1
-        head, *lines = [_in_columns(row, widths) for row in rows]
+        head, *lines = [
+            GAP.join(
+                f"{cell if len(cell) <= width else cell[: width - 1] + '~':<{width}}"
+                for cell, width in zip(row, widths, strict=False)
+            ).rstrip()
+            for row in rows
+        ]
         if len(shown) < len(self.rows):
             lines.append(f"... and {len(self.rows) - len(shown)} more")
         return [click.style(head, bold=True), *lines]
@@ -128,14 +132,6 @@ class Table:
             for head, cell in zip(self.heads, row, strict=False):
                 if cell:
                     yield click.style(head, bold=True) + " " * (width - len(head)) + GAP + cell
-
-
-def _in_columns(cells: Sequence[str], widths: Sequence[int]) -> str:
-    padded = (
-        f"{cell if len(cell) <= width else cell[: width - 1] + '~':<{width}}"
-        for cell, width in zip(cells, widths, strict=False)
-    )
-    return GAP.join(padded).rstrip()
 
 
 def format_duration(seconds: float) -> str:

@@ -16,9 +16,8 @@ import termios
 import threading
 import tty
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from datetime import datetime, timedelta
+from datetime import datetime
 from typing import Any
 
 import click
@@ -60,8 +59,7 @@ _TOP_LEFT, _TO_END_OF_LINE, _TO_END_OF_SCREEN = "\x1b[H", "\x1b[K", "\x1b[J"
 class NodesView:
     """The status of all nodes. Its fields are those of the documented JSON.
 
-    guard: the restart guard's setting. needed: size of a quorum. voting: the number of nodes that
-    vote. grace_period: seconds for which a new node grants no lock.
+    guard: the setting. needed: size of a quorum. grace_period: seconds, of a new node.
     """
 
     guard: str
@@ -135,7 +133,7 @@ def vote_table(lock: LockReport, sight: LockList) -> Table:
 
 
 def failing_lines(failing: Mapping[str, str]) -> list[str]:
-    """Return a line for each node that could not be queried. failing: the causes by node."""
+    """Return a line for each node that could not be queried."""
     return [f"{node} cannot be queried: {cause}" for node, cause in failing.items()]
 
 
@@ -153,9 +151,8 @@ class WaitersView:
     """The messages that wait for a lock, and the processes. workers: the workers that answered.
 
     waiting: rows of `operate.control.redlock_waiting`, each with its worker. registered: the
-    processes, as the nodes know them; also those that do not answer. visibility: seconds after
-    which the broker delivers the messages of a dead worker again; None: at once. cause: why the
-    workers could not be asked.
+    processes, as the nodes know them. visibility: of `visibility_timeout`. cause: why the workers
+    could not be asked.
     """
 
     workers: Sequence[str]
@@ -182,8 +179,7 @@ class WaitersView:
         return cls(sorted(by_worker), waiting, registered, visibility_timeout(app.conf), cause)
 
     def for_resource(self, resource: str) -> WaitersView:
-        waiting = [row for row in self.waiting if resource in row["resources"]]
-        return self._only(waiting, [resource])
+        return self._only([row for row in self.waiting if resource in row["resources"]], [resource])
 
     def for_task(self, task_id: str) -> WaitersView:
         """Return the waiting messages of one task, and the processes that wait for the same."""
@@ -249,20 +245,17 @@ class WaitersView:
 
 def _waited(since: str | None) -> str:
     """Return how long something waits. since: in ISO 8601; None, and a future moment, is now."""
-    seconds = 0.0
-    if since is not None:
-        then = datetime.fromisoformat(since)
-        now = datetime.fromtimestamp(SystemClock().wall_us() / 1e6, then.tzinfo)
-        seconds = max(0.0, (now - then) / timedelta(seconds=1))
-    return format_duration(seconds)
+    if since is None:
+        return format_duration(0.0)
+    past = SystemClock().wall_us() / 1e6 - datetime.fromisoformat(since).timestamp()
+    return format_duration(max(0.0, past))
 
 
 @dataclass(frozen=True)
 class TaskView:
     """One task. state: from the result backend if it has one.
 
-    resources: the resources that the task holds or waits for. holds: whether it holds them.
-    holder: the holder of what it waits for. reason: why it waits. next_try: ISO 8601.
+    resources: that it holds or waits for. holder: of what it waits for. next_try: ISO 8601.
     """
 
     task_id: str
@@ -359,11 +352,11 @@ class Look:
         A table that needs less than its share leaves the rest to those below it.
         """
         lines: list[str] = []
-        notes, tables = self.notes(), self.tables()
+        notes, tables = self.notes()[:3], self.tables()
         for number, table in enumerate(tables):
-            share = (height - len(notes[:3]) - len(lines)) // (len(tables) - number)
+            share = (height - len(notes) - len(lines)) // (len(tables) - number)
             lines += table.lines(width, max(3, share))
-        return [*lines, *(escaped(note)[:width] for note in notes[:3])][:height]
+        return [*lines, *(escaped(note)[:width] for note in notes)][:height]
 
 
 def look_repeatedly(app: Any, interval: float, count: int | None) -> Iterator[Look]:
@@ -393,8 +386,9 @@ def show_live(looks: Iterator[Look]) -> None:
             taken.put(error)
 
     threading.Thread(target=take, daemon=True).start()
-    clock, newest = SystemClock(), None
-    with _keys_at_once():
+    clock, newest, before = SystemClock(), None, termios.tcgetattr(sys.stdin)
+    tty.setcbreak(sys.stdin)  # the terminal hands over each key as it is pressed, and shows none
+    try:
         click.echo("\x1b[2J", nl=False)
         while True:
             while not taken.empty():
@@ -409,15 +403,6 @@ def show_live(looks: Iterator[Look]) -> None:
             is_pressed = select.select([sys.stdin], [], [], REDRAW)[0]
             if is_pressed and os.read(sys.stdin.fileno(), 1) in (b"q", b""):
                 return
-
-
-@contextmanager
-def _keys_at_once() -> Iterator[None]:
-    """Let the terminal hand over each key as it is pressed, and not show it."""
-    before = termios.tcgetattr(sys.stdin)
-    tty.setcbreak(sys.stdin)
-    try:
-        yield
     finally:
         termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
         click.echo()

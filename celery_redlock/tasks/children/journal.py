@@ -1,12 +1,13 @@
 """The write-ahead journal of a child's locks, in memory that the child shares with its parent.
 
-Not here: who makes a journal (`forks.py`), and what the parent does with it (`reaper.py`).
+Not here: who makes a journal, and what the parent does with it (`reaper.py`).
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
+import marshal
 import mmap
 import os
 import struct
@@ -30,7 +31,6 @@ SIGNED = 1  # the first byte of a slot
 ENDED_AT, ENDED_SIZE = 16, 8  # offset and bytes of the run that the parent announced as ended
 
 _SEAL = struct.Struct("<II")  # checksum and length of what follows
-_HEAD = struct.Struct("<8sQdd?IIII")
 _CHILD = struct.Struct("<IQ")  # pid, start time
 
 
@@ -64,14 +64,13 @@ def encode_entry(
     session: bytes, requested_at: float, acquisition: Acquisition, lease: Lease
 ) -> bytes:
     key, options = lease.key, acquisition.options
-    resource = key.resource.encode("utf-8", "surrogatepass")
-    task_name = getattr(options.sender, "name", "").encode("utf-8", "surrogatepass")
-    value = lease.value.encode("utf-8", "surrogatepass")
-    head = _HEAD.pack(
-        session, acquisition.number, requested_at, options.ttl,
-        key.resource in options.resources, key.permit, len(resource), len(task_name), len(value),
+    texts = (key.resource, getattr(options.sender, "name", ""), lease.value)
+    fields: Any = (
+        session, acquisition.number, requested_at, float(options.ttl),
+        key.resource in options.resources, key.permit,
+        *map(str.__str__, texts),  # marshal refuses a subclass of str, as a user's resource may be
     )  # fmt: skip
-    body = head + resource + task_name + value
+    body = marshal.dumps(fields)
     return _SEAL.pack(zlib.crc32(body), len(body)) + body
 
 
@@ -79,16 +78,11 @@ def parse_entry(state: int, encoded: bytes) -> JournalEntry | None:
     """Return the entry in these bytes; None if a dying child has left only a part of it."""
     checksum, length = _SEAL.unpack_from(encoded)
     body = encoded[_SEAL.size : _SEAL.size + length]
-    if state not in (CLAIMED, HELD, RELEASED) or len(body) != length or length < _HEAD.size:
+    if state not in (CLAIMED, HELD, RELEASED) or not body or len(body) != length:
         return None
     if zlib.crc32(body) != checksum:
         return None
-    *numbers, resource_size, task_size, value_size = _HEAD.unpack_from(body)
-    texts, offset = [], _HEAD.size
-    for size in (resource_size, task_size, value_size):
-        texts.append(body[offset : offset + size].decode("utf-8", "surrogatepass"))
-        offset += size
-    return JournalEntry(state, *numbers, *texts)
+    return JournalEntry(state, *marshal.loads(body))  # noqa: S302 - a child of this process wrote it
 
 
 def _digest(run_id: str) -> bytes:
@@ -112,7 +106,7 @@ class JournalSlot:
         self._pid, self._has_warned = 0, False
 
     def sign(self, pid: int, start_time: int) -> None:
-        """Write the child's identity, before its first entry. start_time: as of `start_time_of`."""
+        """Write the child's identity, before its first entry."""
         self._pid = pid
         self._memory[1 : 1 + _CHILD.size] = _CHILD.pack(pid, start_time)
         self._memory[0] = SIGNED

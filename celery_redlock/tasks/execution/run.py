@@ -22,7 +22,7 @@ from celery_redlock.lock.model.keys import in_order
 from celery_redlock.lock.model.options import CompletionMarker, LockOptions
 from celery_redlock.lock.platform.threads import uninterruptible
 from celery_redlock.tasks.body import MonitoredBody
-from celery_redlock.tasks.children.forks import is_end_announced
+from celery_redlock.tasks.children.reaper import is_end_announced
 from celery_redlock.tasks.declaration import check_finished, config_of
 from celery_redlock.tasks.delivery.delivery import HEADER, Delivery
 from celery_redlock.tasks.delivery.republish import NotRepublishedError
@@ -357,19 +357,6 @@ def is_completed(state: str | None, outcome: object) -> bool:
     return state in (celery_states.SUCCESS, celery_states.RETRY, celery_states.IGNORED)
 
 
-def is_completed_before_hook(run: LockedRun | None, error: BaseException) -> bool:
-    """Return whether a run was completed before its hook raised an error, past Celery's tracer.
-
-    Source: celery.worker.request: Request.on_failure acknowledges or rejects the message whatever
-    comes out of the tracer, but for Reject with requeue, MemoryError, and what ends a process.
-    """
-    if run is None or not run.outcome_stored:
-        return False
-    if isinstance(error, Reject):
-        return not error.requeue
-    return isinstance(error, Exception) and not isinstance(error, MemoryError)
-
-
 @uninterruptible
 def release_after_run(sender: Any = None, retval: Any = None, state: Any = None, **_: Any) -> None:
     """Release after the result, links and retry are stored or published: late acknowledgement.
@@ -400,8 +387,12 @@ def end_run(task: Any, retval: Any, state: str | None, error: BaseException | No
     if error is None or error is request.__dict__.get(OUTER_ERROR):
         completed = is_completed(state, retval)
     else:
-        run_id = str(delivery.run_id)
-        completed = is_completed_before_hook(run, error) or is_end_announced(run_id)
+        # Of a hook of the user's, if the outcome is stored. Source: celery.worker.request:
+        # Request.on_failure handles the message as if the run had ended with that.
+        is_of_hook = run is not None and run.outcome_stored and isinstance(error, Exception)
+        kind = celery_states.REJECTED if isinstance(error, Reject) else celery_states.FAILURE
+        completed = is_of_hook and is_completed(kind, error)
+        completed = completed or is_end_announced(str(delivery.run_id))
     goes_on = state == celery_states.RETRY or CONTINUES in request.__dict__
     if completed and not goes_on and delivery.header.unique is not None:
         end_claim(task.app, delivery.header)

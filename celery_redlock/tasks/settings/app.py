@@ -32,8 +32,7 @@ _WRITTEN = {
 }
 
 
-@dataclass(frozen=True)
-class OptionSource:
+class OptionSource(NamedTuple):
     """Where an option is set. level: in words, as "app"; name: as written at that level."""
 
     level: str
@@ -41,10 +40,7 @@ class OptionSource:
 
     @classmethod
     def at(cls, level: str, name: str, of: str = "") -> OptionSource:
-        """Return the source of an option at a level.
-
-        level: a key of `_WRITTEN`. of: the name of the task, or the name or glob of the entry.
-        """
+        """Return the source at a level of `_WRITTEN`. of: the task, or the entry, of that level."""
         words, written = _WRITTEN[level]
         return cls(words.format(of=of), written.format(name=name, of=of))
 
@@ -57,22 +53,14 @@ class OptionSource:
 
 
 SourceOf = Callable[[str], OptionSource]  # from an option's name to its source at one level
-# options that were taken out, and what to take instead
-TAKEN_OUT = {
-    "max_deferrals": (
-        "max_wait ends a wait by its time, and a callable on_conflict by the number of deferrals"
-    )
-}
+TAKEN_OUT = "max_deferrals"  # an option that was taken out, and what to take instead
+INSTEAD = "max_wait ends a wait by its time, and a callable on_conflict by the number of deferrals"
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:
-    """Return "; did you mean ...?" for a name close to a known one, else all known names.
-
-    For the name of an option that was taken out: what to take instead.
-    """
-    for option, instead in TAKEN_OUT.items():
-        if str(name).lower().endswith(option):
-            return f"; {instead}"
+    """Return "; did you mean ...?" for a name close to a known one, else all known names."""
+    if str(name).lower().endswith(TAKEN_OUT):
+        return f"; {INSTEAD}"
     known = list(known)
     close = difflib.get_close_matches(str(name)[:LONGEST_VALUE], known, n=1)
     return f"; did you mean {close[0]!r}?" if close else f"; known are {', '.join(sorted(known))}"
@@ -81,11 +69,11 @@ def did_you_mean(name: object, known: Iterable[str]) -> str:
 class Setting(NamedTuple):
     """A setting or option.
 
-    check: returns the value to use or raises SettingsError; takes the source and the value, and for
-    an option the app's settings, too. default: the built-in value.
+    check: takes level, name and value; returns the value to use, or raises SettingsError. default:
+    the built-in value.
     """
 
-    check: Callable[..., Any]
+    check: Callable[[str, str, Any], Any]
     default: Any
 
 
@@ -119,10 +107,7 @@ class AppSettings:
 
 
 def pattern_for(name: str, patterns: Iterable[str]) -> str | None:
-    """Return the pattern that applies to a name, None if none does.
-
-    An exact name goes before globs; of the globs the first that matches applies.
-    """
+    """Return the pattern that applies to a name: the name itself, else the first matching glob."""
     patterns = list(patterns)
     if name in patterns:
         return name
@@ -133,38 +118,34 @@ def is_glob(pattern: str) -> bool:
     return any(sign in pattern for sign in "*?[")
 
 
-def _seconds(source: OptionSource, value: Any) -> float:
-    return check_seconds(source.level, source.name, value)
-
-
-def seconds_or_none(source: OptionSource, value: Any, _: object = None) -> float | None:
+def seconds_or_none(level: str, name: str, value: Any) -> float | None:
     """Check an option or setting that is a time above 0, or None."""
-    return None if value is None else _seconds(source, value)
+    return None if value is None else check_seconds(level, name, value)
 
 
-def _listen_address(source: OptionSource, value: Any) -> tuple[str, int] | None:
+def _listen_address(level: str, name: str, value: Any) -> tuple[str, int] | None:
     """Return the host and port to listen on: a port alone means this machine alone."""
     if value is None:
         return None
     host, _, port = str(value).rpartition(":")
     if isinstance(value, bool) or not (port.isascii() and port.isdecimal()) or int(port) > 65535:
         hint = 'must be a port, or "host:port", 0 for any that is free; None for no metrics'
-        raise source.wrong(value, hint)
+        raise OptionSource(level, name).wrong(value, hint)
     return host.strip("[]") or LOOPBACK, int(port)
 
 
-def _in_conf(source: OptionSource, value: Any) -> Any:
+def _in_conf(level: str, name: str, value: Any) -> Any:
     """Return a value that `levels.py` checks together with others."""
     return value
 
 
 APP_SETTING: Mapping[str, Setting] = {
     "nodes": Setting(_in_conf, None),
-    "prefix": Setting(lambda at, value: check_prefix(at.level, at.name, value), DEFAULT_PREFIX),
-    "node_timeout": Setting(_seconds, 0.2),
-    "clock_drift": Setting(lambda at, value: check_drift(at.level, at.name, value), 0.01),
-    "max_ttl": Setting(_seconds, DEFAULT_MAX_TTL),
-    "restart_guard": Setting(lambda at, value: check_guard(at.level, at.name, value), "auto"),
+    "prefix": Setting(check_prefix, DEFAULT_PREFIX),
+    "node_timeout": Setting(check_seconds, 0.2),
+    "clock_drift": Setting(check_drift, 0.01),
+    "max_ttl": Setting(check_seconds, DEFAULT_MAX_TTL),
+    "restart_guard": Setting(check_guard, "auto"),
     "done_ttl": Setting(seconds_or_none, None),
     "metrics": Setting(_listen_address, None),
     "call_options": Setting(_in_conf, None),

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 from celery_redlock.errors import SettingsError
 from celery_redlock.lock.engine.acquirer import ROUNDS_IN_TTL
-from celery_redlock.lock.validation import check_nodes, check_permits
+from celery_redlock.lock.validation import check_nodes, check_permits, check_ttl
 from celery_redlock.tasks.settings.app import (
     APP_SETTING,
     CELERY_PREFIX,
@@ -49,8 +49,8 @@ def check_options(
 ) -> dict[str, Any]:
     """Return the options of one level, each checked; raises SettingsError.
 
-    source_of: from an option's name to its source. travels: a message carries this level, or
-    several tasks of a queue share it, so that no value can be a callable.
+    travels: a message carries this level, or several tasks of a queue share it, so that no value
+    can be a callable.
     """
     result = {}
     for name, value in options.items():
@@ -58,7 +58,9 @@ def check_options(
             raise source_of(str(name)).wrong(value, f"is not an option{option_meant(name)}")
         if travels and callable(value):
             raise source_of(name).wrong(value, "callables stand at task and app level only")
-        result[name] = OPTION[name].check(source_of(name), value, app)
+        result[name] = OPTION[name].check(*source_of(name), value)
+        if name == "ttl":
+            check_ttl(*source_of(name), value, app.node_timeout, app.max_ttl)
     if result.get("key") is not None and result.get("args") is not None:
         hint = (
             f"{source_of('key').name} is set at the same level, and one of them says what is "
@@ -93,20 +95,14 @@ def check_outside(options: Mapping[str, Any]) -> None:
 
 
 def check_together(level: str, options: Mapping[str, Any]) -> None:
-    """Raise SettingsError for options that are valid one by one, but not together.
-
-    options: of several levels, merged and checked; a missing one has its built-in value.
-    """
+    """Raise SettingsError for merged options that are valid one by one, but not together."""
     whole = {**BUILT_IN, **options}
     limit, fencing = whole["limit"], whole["fencing"]
     check_permits(level, limit=limit, fencing=fencing, resources=templates_of(whole["key"]))
 
 
 def check_built_in(app: AppSettings, options: Mapping[str, Any]) -> None:
-    """Raise SettingsError if the built-in ttl is in force and leaves no time to renew it.
-
-    options: those in force. A ttl that a level sets was checked at that level.
-    """
+    """Raise SettingsError if the built-in ttl is in force and leaves no time to renew it."""
     least = ROUNDS_IN_TTL * app.node_timeout
     if options.get("key") is False or options["ttl"] >= least:
         return
@@ -119,10 +115,7 @@ def check_built_in(app: AppSettings, options: Mapping[str, Any]) -> None:
 
 
 def option_meant(written: object, prefix: str = "") -> str:
-    """Return "; did you mean ...?" for an unknown option.
-
-    written: as at another level, or by another lock's word for it. prefix: of names at this level.
-    """
+    """Return "; did you mean ...?" for an unknown option. prefix: of the names at this level."""
     bare = str(written).removeprefix("redlock_").removeprefix("lock_")
     meant = SYNONYMS.get(bare, bare)
     known = [f"{prefix}{option}" for option in OPTION]
@@ -132,8 +125,8 @@ def option_meant(written: object, prefix: str = "") -> str:
 def read_app(conf: Mapping[str, Any], namespace: str | None = None) -> AppSettings:
     """Return the settings of an app's configuration; raises SettingsError.
 
-    conf: `app.conf`, or any mapping with its look-up. namespace: as given to
-    `config_from_object`; its prefix stands before the names that iteration gives.
+    conf: `app.conf`. namespace: as given to `config_from_object`; its prefix stands before the
+    names that iteration gives.
     """
     check_known_names(conf, namespace)
     nodes, nodes_from = (), ""
@@ -144,18 +137,13 @@ def read_app(conf: Mapping[str, Any], namespace: str | None = None) -> AppSettin
     done_ttl, unacknowledged = _value(conf, "done_ttl"), visibility_timeout(conf) or OTHER_BROKERS
     if done_ttl is None:  # by then no other delivery of the run's message is expected
         done_ttl = min(unacknowledged + 60.0, LONGEST_DONE_TTL)
+    # so that a redelivery that waits asks again before the marker of the first one expires
+    countdown_cap = min(unacknowledged / 4, done_ttl / 2)
     bare = AppSettings(
         **{name: _value(conf, name) for name in _TAKEN_OVER},
-        nodes=tuple(nodes),
-        done_ttl=done_ttl,
-        options={},
-        queues={},
-        tasks={},
-        # so that a redelivery that waits asks again before the marker of the first one expires
-        countdown_cap=min(unacknowledged / 4, done_ttl / 2),
-        call_options=_call_options(conf),
-        nodes_from=nodes_from,
-    )
+        nodes=tuple(nodes), done_ttl=done_ttl, options={}, queues={}, tasks={},
+        countdown_cap=countdown_cap, call_options=_call_options(conf), nodes_from=nodes_from,
+    )  # fmt: skip
     queues = _by_pattern("queues", conf, bare, travels=True)
     tasks = _by_pattern("tasks", conf, bare, travels=False)
     for pattern in tasks:
@@ -169,9 +157,8 @@ def read_app(conf: Mapping[str, Any], namespace: str | None = None) -> AppSettin
 
 def _value(conf: Mapping[str, Any], name: str) -> Any:
     """Return the value of an app-only setting, checked, or its default; raises SettingsError."""
-    setting = APP_SETTING[name]
-    value = conf.get(f"redlock_{name}", setting.default)
-    return setting.check(OptionSource.at("app", name), value)
+    check, default = APP_SETTING[name]
+    return check(*OptionSource.at("app", name), conf.get(f"redlock_{name}", default))
 
 
 def _call_options(conf: Mapping[str, Any]) -> frozenset[str] | None:
@@ -205,10 +192,7 @@ def check_known_names(conf: Mapping[str, Any], namespace: str | None = None) -> 
 def _by_pattern(
     level: str, conf: Mapping[str, Any], app: AppSettings, *, travels: bool
 ) -> Mapping[str, Mapping[str, Any]]:
-    """Return the options of queues or tasks by name or glob, checked; raises SettingsError.
-
-    level: "queues" or "tasks". travels: see `check_options`.
-    """
+    """Return the options of a level, "queues" or "tasks", by name or glob, checked."""
     given, kind, whole = _value(conf, level) or {}, level[:-1], OptionSource.at("app", level)
     if not isinstance(given, Mapping):
         raise whole.wrong(given, f"must map {kind} names or globs to options")
@@ -223,21 +207,20 @@ def _by_pattern(
 
 
 def find_nodes(conf: Mapping[str, Any]) -> tuple[Any, str]:
-    """Return the nodes to use, unchecked, and the name of the setting that names them.
-
-    Raises SettingsError if no setting names a node.
-    """
+    """Return the nodes to use, unchecked, and the setting that names them, or SettingsError."""
     given = _value(conf, "nodes")
     if given is not None:
         return given, "redlock_nodes"
     broker_redis = one_redis(_url(conf, "broker_url"))
     for name in ("broker_write_url", "broker_url", "result_backend"):
         url = one_redis(_url(conf, name))
-        if url is not None and conf.get("broker_use_ssl"):
+        if url is None:
+            continue
+        if conf.get("broker_use_ssl"):
             hint = "broker_use_ssl is set, which nodes do not take over: name them with rediss://"
             raise SettingsError("app", "redlock_nodes", "None", hint)
-        if url is not None:  # Celery sets broker_write_url to broker_url by default
-            return [url], "broker_url" if url == broker_redis else name
+        # Celery sets broker_write_url to broker_url by default
+        return [url], "broker_url" if url == broker_redis else name
     hint = (
         "neither the broker nor the result backend is one Redis: name the lock's own nodes, "
         'as redlock_nodes = ["redis://a", "redis://b", "redis://c"]'
@@ -269,10 +252,10 @@ def one_redis(url: Any) -> str | None:
 
 
 def visibility_timeout(conf: Mapping[str, Any]) -> float | None:
-    """Return the seconds after which the broker delivers an unacknowledged message again.
+    """Return the seconds after which the broker delivers an unacknowledged message again, or None.
 
-    None if it never does. Source: kombu's transports for Redis and SQS; a waiting message is not
-    acknowledged. Another transport, but AMQP, may know the option, too.
+    Source: kombu's transports for Redis and SQS; a waiting message is not acknowledged. Another
+    transport, but AMQP, may know the option, too.
     """
     url = _url(conf, "broker_read_url") or _url(conf, "broker_url") or ""
     scheme = str(url[0] if isinstance(url, (list, tuple)) else url).partition("://")[0].lower()

@@ -9,22 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 from celery_redlock.errors import SettingsError
-from celery_redlock.lock.validation import LONGEST, check_limit, check_ttl, check_wait, is_number
-from celery_redlock.tasks.settings.app import (
-    DEFAULT_TTL,
-    AppSettings,
-    OptionSource,
-    Setting,
-    seconds_or_none,
+from celery_redlock.lock.validation import (
+    LONGEST,
+    check_limit,
+    check_seconds,
+    check_wait,
+    is_number,
 )
+from celery_redlock.tasks.settings.app import DEFAULT_TTL, OptionSource, Setting, seconds_or_none
 from celery_redlock.tasks.settings.templates import check_args, check_key
 
 LONGEST_WAIT = 3600.0  # seconds in a worker slot; after that most brokers deliver a message again
-
-Check = Callable[[OptionSource, Any, AppSettings], Any]
 
 
 @dataclass(frozen=True)
@@ -73,8 +72,7 @@ class Backoff:
         """Return the Backoff of such a mapping; raises SettingsError for an unknown field."""
         unknown = set(fields) - set(cls.__dataclass_fields__)
         if unknown:
-            known = ", ".join(cls.__dataclass_fields__)
-            hint = f"is no field: take {known}"
+            hint = f"is no field: take {', '.join(cls.__dataclass_fields__)}"
             name = min(unknown, key=str)
             raise SettingsError("Backoff", str(name), repr(fields[name]), hint)
         return cls(**fields)
@@ -129,8 +127,8 @@ class EffectiveOptions:
         if self["key"].value is None and self["args"].value is None:
             shown["key"] = "all arguments"
         rows = [(option.name, shown[option.name], str(option.source)) for option in self.options]
-        wide = [max(len(row[column]) for row in rows) for column in (0, 1)]
-        lines = [f"{a:<{wide[0]}}  {b:<{wide[1]}}  {c}" for a, b, c in rows]
+        wide, wider = (max(map(len, column)) for column in list(zip(*rows, strict=True))[:2])
+        lines = [f"{name:<{wide}}  {value:<{wider}}  {source}" for name, value, source in rows]
         return "\n".join([f"{self.task} in queue {self.queue}", *lines])
 
 
@@ -140,56 +138,53 @@ def _shown(value: Any) -> str:
     return str(getattr(value, "__qualname__", value)) if callable(value) else repr(value)
 
 
-def _one_of(*words: str, or_callable: bool = False) -> Check:
-    def check(source: OptionSource, value: Any, app: AppSettings) -> Any:
+def _one_of(*words: str, or_callable: bool = False) -> Callable[[str, str, Any], Any]:
+    def check(level: str, name: str, value: Any) -> Any:
         if or_callable and callable(value):
             return value
         if not isinstance(value, str) or value not in words:
             more = " or a callable that returns one of them" if or_callable else ""
-            raise source.wrong(value, f"must be one of {', '.join(map(repr, words))}{more}")
+            hint = f"must be one of {', '.join(map(repr, words))}{more}"
+            raise OptionSource(level, name).wrong(value, hint)
         return value
 
     return check
 
 
-def _bool(source: OptionSource, value: Any, app: AppSettings) -> bool:
+def _bool(level: str, name: str, value: Any) -> bool:
     if not isinstance(value, bool):
-        raise source.wrong(value, "must be True or False")
+        raise OptionSource(level, name).wrong(value, "must be True or False")
     return value
 
 
-def check_backoff(source: OptionSource, value: Any, app: AppSettings) -> Backoff:
+def check_backoff(level: str, name: str, value: Any) -> Backoff:
     """Return the value of an option `backoff`, also from a message; raises SettingsError."""
+    wrong = OptionSource(level, name).wrong
     if isinstance(value, Mapping):
         try:
             return Backoff.from_message(value)
         except SettingsError as error:
             hint = f"{error.level}: {error.name}={error.value}: {error.hint}"
-            raise source.wrong(dict(value), hint) from None
+            raise wrong(dict(value), hint) from None
     if not isinstance(value, Backoff):
-        raise source.wrong(value, "must be a Backoff, as Backoff(first=0.25, cap=30)")
+        raise wrong(value, "must be a Backoff, as Backoff(first=0.25, cap=30)")
     return value
 
 
 OPTION: Mapping[str, Setting] = {
     "key": Setting(check_key, None),
     "args": Setting(check_args, None),
-    "ttl": Setting(
-        lambda at, value, app: check_ttl(at.level, at.name, value, app.node_timeout, app.max_ttl),
-        DEFAULT_TTL,
-    ),
+    "ttl": Setting(check_seconds, DEFAULT_TTL),  # `check_options` compares it with the app's times
     "renew": Setting(_bool, True),
     "max_hold": Setting(seconds_or_none, None),
-    "wait": Setting(
-        lambda at, value, _: check_wait(at.level, at.name, value, most=LONGEST_WAIT), 0.0
-    ),
+    "wait": Setting(partial(check_wait, most=LONGEST_WAIT), 0.0),
     "on_conflict": Setting(_one_of("defer", "skip", "fail", or_callable=True), "defer"),
     "backoff": Setting(check_backoff, Backoff()),
     "max_wait": Setting(seconds_or_none, None),
     "on_give_up": Setting(_one_of("fail", "skip"), "fail"),
     "on_lost": Setting(_one_of("abort", "warn"), "abort"),
     "on_unreachable": Setting(_one_of("defer", "fail", "run"), "defer"),
-    "limit": Setting(lambda at, value, _: check_limit(at.level, at.name, value), 1),
+    "limit": Setting(check_limit, 1),
     "fencing": Setting(_bool, False),
     "unique_for": Setting(seconds_or_none, None),
     "unique_until": Setting(_one_of("started", "finished", "expired"), "finished"),

@@ -10,15 +10,16 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
 from celery_redlock.errors import ArgumentsError, SettingsError
 from celery_redlock.lock.model.keys import in_order
 from celery_redlock.lock.validation import MOST_BYTES, check_permits, is_too_long
+from celery_redlock.tasks.settings import templates
 from celery_redlock.tasks.settings.app import (
     DEFAULT_TTL,
     AppSettings,
@@ -43,24 +44,12 @@ from celery_redlock.tasks.settings.options import (
     OptionValue,
     TaskLockOptions,
 )
-from celery_redlock.tasks.settings.templates import (
-    TEMPLATE_NAMES,
-    Field,
-    canonical,
-    compiled,
-    digest,
-    fields_of,
-    fill,
-    formattable,
-    templates_of,
-    unstable,
-)
+from celery_redlock.tasks.settings.templates import TEMPLATE_NAMES, digest, templates_of
 
 ANY_ARGUMENTS = "any-arguments"  # instead of a digest, if no argument is part of the key
 _TOO_LONG = f"a resource has at most {MOST_BYTES} bytes"
 _NAMES_QUEUE = re.compile(r"\{queue[}!:\[]")
 _CALL: SourceOf = partial(OptionSource.at, "call")
-_FIELDS = tuple(one.name for one in fields(TaskLockOptions))
 
 
 class TaskCall(NamedTuple):
@@ -74,7 +63,7 @@ class TaskCall(NamedTuple):
 
 @dataclass(frozen=True)
 class TaskLockConfig:
-    """The configuration of one task's lock. `compile_config` makes it and checks it.
+    """The configuration of one task's lock, checked when it is made.
 
     options: of the task itself, checked. signature: of its function, without self. source: from an
     option's name to its source at the task's own level. queues: a cache for callers, from exchange
@@ -91,6 +80,21 @@ class TaskLockConfig:
     )
     _by_queue: dict[str, TaskLockOptions] = field(default_factory=dict, compare=False, repr=False)
 
+    def __post_init__(self) -> None:
+        """Raise SettingsError if the key cannot be filled, or options exclude each other."""
+        app, options = self.app, self.options
+        if decides_key(options):
+            self.check_level(options, self.source)
+        elif decides_key(app.options) or not any(map(decides_key, app.queues.values())):
+            self.check_level({"key": None, **app.options}, partial(OptionSource.at, "app"))
+        check_together(f"task {self.task_name!r}", self.task_options)
+        # in the queue without a name hold the options of a glob that matches every name
+        check_built_in(app, merge_levels(*(level for level, _ in self.levels("", {}))))
+        unique_for = options.get("unique_for")
+        if options.get("key") is False and unique_for is not None:
+            hint = "deduplicates by the lock's key, and key=False makes none: name a key"
+            raise self.source("unique_for").wrong(unique_for, hint)
+
     @functools.cached_property
     def may_be_unique(self) -> bool:
         """Whether any send is deduplicated, apart from sends whose own options ask for it."""
@@ -103,7 +107,7 @@ class TaskLockConfig:
         return self.task_options.get("key") is not False
 
     def may_name_queue(self, call: Mapping[str, Any]) -> bool:
-        """Return whether a key depends on the queue. call: the options of a call, unchecked yet."""
+        """Return whether a key depends on the queue. call: unchecked."""
         keys = [level.get("key") for level in (self.app.options, self.options, call)]
         return any(not callable(key) and _NAMES_QUEUE.search(repr(key)) for key in keys)
 
@@ -113,9 +117,9 @@ class TaskLockConfig:
         return merge_levels(self.app.options, self.options)
 
     def options_for(self, queue: str, call: Mapping[str, Any] | None = None) -> TaskLockOptions:
-        """Return the options in force in a queue.
+        """Return the options in force in a queue; raises SettingsError.
 
-        call: the options of a call or its message, unchecked yet. Raises SettingsError.
+        call: the options of a call or its message, unchecked.
         """
         if call:
             return self._merge(queue, self.check_call(call))
@@ -131,13 +135,9 @@ class TaskLockConfig:
         return {n: v for n, v in carried.items() if n not in OPTION or self.app.may_carry(n)}
 
     def overridden(self, queue: str, options: TaskLockOptions) -> dict[str, Any]:
-        """Return what a call has changed of what is excluded: its `key`, `args` or `limit`.
-
-        options: those in force for the call.
-        """
-        usual = self.options_for(queue)
-        changed = {name: getattr(options, name) for name in (*KEY_OPTIONS, "limit")}
-        return {name: value for name, value in changed.items() if value != getattr(usual, name)}
+        """Return what a call has changed of what is excluded. options: in force for the call."""
+        usual, excluding = vars(self.options_for(queue)), (*KEY_OPTIONS, "limit")
+        return {n: v for n, v in vars(options).items() if n in excluding and v != usual[n]}
 
     def levels(
         self, queue: str, call: Mapping[str, Any]
@@ -170,15 +170,12 @@ class TaskLockConfig:
             for name in filter(level.__contains__, KEY_OPTIONS):
                 sources.update(dict.fromkeys(KEY_OPTIONS, source_of(name)))
             sources.update((name, source_of(name)) for name in level)
-        options = self._merge(queue, checked_call)
-        values = [OptionValue(name, getattr(options, name), sources[name]) for name in _FIELDS]
-        return EffectiveOptions(self.task_name, queue, tuple(values))
+        in_force = vars(self._merge(queue, checked_call)).items()
+        values = tuple(OptionValue(name, value, sources[name]) for name, value in in_force)
+        return EffectiveOptions(self.task_name, queue, values)
 
     def check_call(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the options of a call, checked, also beside those of task and app.
-
-        Raises SettingsError.
-        """
+        """Return the options of a call, checked alone and with those of task and app."""
         valid = check_options(options, self.app, _CALL, travels=True)
         for name in valid:
             if not self.app.may_carry(name):
@@ -191,33 +188,28 @@ class TaskLockConfig:
     def check_level(self, options: Mapping[str, Any], source_of: SourceOf) -> None:
         """Raise SettingsError if a level's `key` or `args` names an argument that does not exist.
 
-        options: of one level, checked one by one. source_of: from an option's name to its source
-        at that level.
+        options: of one level, checked one by one.
         """
         if not decides_key(options):
             return
-        key, args = options.get("key"), options.get("args")
+        key, args, parameters = options.get("key"), options.get("args"), self.signature.parameters
         if args is not None:
-            self._check_names(args, source_of("args"))
+            self._check_names(args, parameters, source_of("args"), args)
             self._check_defaults(None, args)
             return
-        source, parameters = source_of("key"), tuple(self.signature.parameters)
-        known = (*parameters, *TEMPLATE_NAMES)
-        unknown = [one.name for one in _fields_of(key) if one.name not in known]
-        if unknown:
-            written = list(key) if isinstance(key, tuple) else key
-            raise source.wrong(written, self._no_such(unknown[0], known))
+        names = [one.name for one in _fields_of(key)]
+        self._check_names(names, (*parameters, *TEMPLATE_NAMES), source_of("key"), key)
         if not callable(key) and key is not False:
-            self._check_defaults(key, parameters)
+            self._check_defaults(key, tuple(parameters))
 
-    def _check_names(self, args: tuple[str, ...], source: OptionSource) -> None:
-        parameters = self.signature.parameters
-        unknown = [name for name in args if name not in parameters]
-        if unknown:
-            raise source.wrong(list(args), self._no_such(unknown[0], parameters))
-
-    def _no_such(self, name: str, known: Iterable[str]) -> str:
-        return f"{self.task_name} has no argument {name!r}{did_you_mean(name, known)}"
+    def _check_names(
+        self, names: Iterable[str], known: Collection[str], source: OptionSource, value: Any
+    ) -> None:
+        for name in names:
+            if name not in known:
+                written = list(value) if isinstance(value, tuple) else value
+                hint = f"{self.task_name} has no argument {name!r}{did_you_mean(name, known)}"
+                raise source.wrong(written, hint)
 
     def _check_defaults(self, key: Any, names: tuple[str, ...]) -> None:
         """Raise SettingsError if an argument's default would make another key each time.
@@ -230,15 +222,17 @@ class TaskLockConfig:
         is_digest = "digest" not in parameters and any(one.name == "digest" for one in templated)
         checked: list[tuple[str, Any, Callable[[Any], Any]]] = []
         if is_digest or not templates_of(key):
+            canonical = templates.canonical
             checked = [(name, defaults[name], canonical) for name in names if name in defaults]
         for one in templated:
             with suppress(LookupError, TypeError):
-                checked.append((one.written, one.find(defaults), formattable))
+                checked.append((one.written, one.find(defaults), templates.formattable))
         for name, value, check in checked:
             try:
                 check(value)
             except TypeError as error:
-                raise unstable(self.task_name, f"default of {name!r}", value, error) from None
+                what = f"default of {name!r}"
+                raise templates.unstable(self.task_name, what, value, error) from None
 
     def resources(self, options: TaskLockOptions, call: TaskCall) -> tuple[str, ...]:
         """Return the resources that a call locks, all or none; () if it takes no lock.
@@ -257,36 +251,35 @@ class TaskLockConfig:
         except TypeError as error:  # not retried: Celery publishes no retry that does not fit
             why = str(error).removeprefix(f"{binder.__qualname__}() ")
             raise self._misfit(why, call.args, call.kwargs) from None
-        if key is None:
-            return (self._own_resource(options, arguments, call.queue),)
-        return self._filled(templates_of(key), arguments, call.queue)
+        if key is not None:
+            return tuple(self._filled(one, arguments, call.queue) for one in templates_of(key))
+        return (f"{self.task_name}:{self._chosen(options.args, arguments, call.queue)}",)
 
-    def _own_resource(
-        self, options: TaskLockOptions, arguments: Mapping[str, Any], queue: str
+    def _chosen(
+        self, names: tuple[str, ...] | None, arguments: Mapping[str, Any], queue: str
     ) -> str:
-        """Return the resource of this task alone, made from all arguments or those in `args`."""
-        if options.args is None:
-            return f"{self.task_name}:{digest(arguments, self.task_name)}"
-        if not options.args:
-            return f"{self.task_name}:{ANY_ARGUMENTS}"
-        chosen = {name: value for name, value in arguments.items() if name in options.args}
-        if len(chosen) < len(options.args):
+        """Return the digest of all arguments, or of those in the option `args`."""
+        if names is None:
+            return digest(arguments, self.task_name)
+        if not names:
+            return ANY_ARGUMENTS
+        chosen = {name: value for name, value in arguments.items() if name in names}
+        if len(chosen) < len(names):
             # a queue's names cannot be checked against every task when the app finalizes
             pattern = pattern_for(queue, self.app.queues) or queue
-            self._check_names(options.args, OptionSource.at("queues", "args", pattern))
-        return f"{self.task_name}:{digest(chosen, self.task_name)}"
+            self._check_names(names, arguments, OptionSource.at("queues", "args", pattern), names)
+        return digest(chosen, self.task_name)
 
     def shapes(self, options: TaskLockOptions, queue: str) -> tuple[str, ...]:
-        """Return the resources of any call, with {} for each argument; () if they are not known.
+        """Return the resources of any call, with {} for each argument; () without a template.
 
-        Tasks with the same shape may lock the same resource. A key without a template begins with
-        the task's name, so no other task has it.
+        Tasks with the same shape may lock the same resource.
         """
         blank = dict.fromkeys(self.signature.parameters, "{}")
         known = {"task": self.task_name, "queue": queue, "digest": "{digest}", **blank}
         return tuple(
             "".join(part if isinstance(part, str) else known.get(part.name, "") for part in parts)
-            for parts in map(compiled, templates_of(options.key))
+            for parts in map(templates.compiled, templates_of(options.key))
         )
 
     def _called(self, options: TaskLockOptions, call: TaskCall) -> tuple[str, ...]:
@@ -306,31 +299,21 @@ class TaskLockConfig:
         check_permits(source.level, limit=options.limit, fencing=options.fencing, resources=found)
         return found
 
-    def _filled(
-        self, templates: Iterable[str], arguments: Mapping[str, Any], queue: str
-    ) -> tuple[str, ...]:
-        texts: list[str] = []
-        for template in templates:
-            try:
-                text = fill(template, arguments, self.task_name, queue)
-            except (LookupError, TypeError, ValueError, ArithmeticError) as error:
-                hint = (
-                    f"cannot be filled ({type(error).__name__}: {error}); is an argument missing?"
-                )
-                raise self.source("key").wrong(template, hint) from error
-            if not text:
-                raise self.source("key").wrong(template, "gives an empty text for these arguments")
-            if is_too_long(text):
-                raise self.source("key").wrong(template, f"{_TOO_LONG}; these arguments give more")
-            texts.append(text)
-        return tuple(texts)
+    def _filled(self, template: str, arguments: Mapping[str, Any], queue: str) -> str:
+        try:
+            text = templates.fill(template, arguments, self.task_name, queue)
+        except (LookupError, TypeError, ValueError, ArithmeticError) as error:
+            hint = f"cannot be filled ({type(error).__name__}: {error}); is an argument missing?"
+            raise self.source("key").wrong(template, hint) from error
+        if not text:
+            raise self.source("key").wrong(template, "gives an empty text for these arguments")
+        if is_too_long(text):
+            raise self.source("key").wrong(template, f"{_TOO_LONG}; these arguments give more")
+        return text
 
     @functools.cached_property
     def _binder(self) -> Callable[..., dict[str, Any]]:
-        """A function with these parameters that returns its arguments by name.
-
-        Defaults are included, in the signature's order.
-        """
+        """A function with these parameters that returns its arguments by name, with defaults."""
         parameters = self.signature.parameters.values()
         bare = [p.replace(annotation=p.empty, default=p.empty) for p in parameters]
         shown = ", ".join(f"{p.name!r}: {p.name}" for p in parameters)
@@ -356,8 +339,9 @@ class TaskLockConfig:
         return ArgumentsError(level, "arguments", f"({len(args)} by position{named})", hint)
 
 
-def _fields_of(key: Any) -> list[Field]:
-    return [one for text in templates_of(key) for one in fields_of(compiled(text))]
+def _fields_of(key: Any) -> list[templates.Field]:
+    parts = map(templates.compiled, templates_of(key))
+    return [field for template in parts for field in templates.fields_of(template)]
 
 
 def compile_config(
@@ -366,9 +350,9 @@ def compile_config(
     attributes: Mapping[str, Any],
     signature: inspect.Signature,
 ) -> TaskLockConfig:
-    """Return the configuration of a task; raises SettingsError.
+    """Return the configuration of a task by its lock_* attributes; raises SettingsError.
 
-    attributes: its lock_* attributes by their full names, functions unbound.
+    attributes: by their full names, functions unbound.
     """
     options = {}
     for written, value in attributes.items():
@@ -380,7 +364,7 @@ def compile_config(
             raise SettingsError(f"task {task_name!r}", written, repr(value), hint)
     source = partial(OptionSource.at, "task", of=task_name)
     options = check_options(options, app, source, travels=False)
-    return _check_config(TaskLockConfig(task_name, app, options, signature, source))
+    return TaskLockConfig(task_name, app, options, signature, source)
 
 
 def compile_adopted_config(
@@ -394,25 +378,4 @@ def compile_adopted_config(
         hint = "came after the settings had been read: set it before the app finalizes"
         raise OptionSource.at("app", f"tasks[{pattern!r}]").wrong("...", hint)
     source = partial(OptionSource.at, "tasks", of=pattern)
-    return _check_config(TaskLockConfig(task_name, app, app.tasks[pattern], signature, source))
-
-
-def _check_config(config: TaskLockConfig) -> TaskLockConfig:
-    """Return a configuration if its function can fill its key and its options go together.
-
-    Raises SettingsError.
-    """
-    app, options = config.app, config.options
-    if decides_key(options):
-        config.check_level(options, config.source)
-    elif decides_key(app.options) or not any(map(decides_key, app.queues.values())):
-        config.check_level({"key": None, **app.options}, partial(OptionSource.at, "app"))
-    check_together(f"task {config.task_name!r}", config.task_options)
-    # in the queue without a name hold the options of a glob that matches every name
-    levels = [level for level, _ in config.levels("", {})]
-    check_built_in(app, merge_levels(*levels))
-    unique_for = options.get("unique_for")
-    if options.get("key") is False and unique_for is not None:
-        hint = "deduplicates by the lock's key, and key=False makes none: name a key"
-        raise config.source("unique_for").wrong(unique_for, hint)
-    return config
+    return TaskLockConfig(task_name, app, app.tasks[pattern], signature, source)

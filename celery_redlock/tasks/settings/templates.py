@@ -42,37 +42,39 @@ _WIDE = re.compile(r"\d{4}")
 _WIDEST_DECIMAL = 1000  # digits; Decimal("1e999999999") is short until a format writes its zeros
 
 
-def check_key(source: OptionSource, value: Any, app: object) -> Any:
+def check_key(level: str, name: str, value: Any) -> Any:
     """Return the value of an option `key`, several templates as a tuple; raises SettingsError."""
+    wrong = OptionSource(level, name).wrong
     if value is None or value is False or callable(value):
         return value
     entries = [value] if isinstance(value, str) else value
     if not isinstance(entries, (list, tuple)) or not entries:
-        raise source.wrong(value, "must be a template, a list of templates, a callable or False")
+        raise wrong(value, "must be a template, a list of templates, a callable or False")
     if not all(isinstance(entry, str) and entry for entry in entries):
-        raise source.wrong(value, "a list holds templates only, none of them empty")
+        raise wrong(value, "a list holds templates only, none of them empty")
     if any(map(is_too_long, entries)):
-        raise source.wrong(value, f"a template has at most {MOST_BYTES} bytes")
+        raise wrong(value, f"a template has at most {MOST_BYTES} bytes")
     for entry in entries:
         try:
             compiled(entry)
         except ValueError as error:
-            raise source.wrong(entry, f"is not a template: {error}") from None
+            raise wrong(entry, f"is not a template: {error}") from None
     return entries[0] if len(entries) == 1 else tuple(entries)
 
 
-def check_args(source: OptionSource, value: Any, app: object) -> tuple[str, ...] | None:
+def check_args(level: str, name: str, value: Any) -> tuple[str, ...] | None:
     """Return the value of an option `args` as a tuple of names; raises SettingsError."""
+    wrong = OptionSource(level, name).wrong
     if value is None:
         return None
     if isinstance(value, str):
-        raise source.wrong(value, f"must be a list of argument names: write [{value!r}]")
+        raise wrong(value, f"must be a list of argument names: write [{value!r}]")
     if not isinstance(value, (list, tuple)):
-        raise source.wrong(value, 'must be a list of argument names, as ["sku"], or None')
-    if not all(isinstance(name, str) and name for name in value):
-        raise source.wrong(value, "a list holds argument names only, none of them empty")
-    if any("{" in name for name in value):
-        raise source.wrong(value, "takes names without braces; templates stand in the option key")
+        raise wrong(value, 'must be a list of argument names, as ["sku"], or None')
+    if not all(isinstance(one, str) and one for one in value):
+        raise wrong(value, "a list holds argument names only, none of them empty")
+    if any("{" in one for one in value):
+        raise wrong(value, "takes names without braces; templates stand in the option key")
     return tuple(dict.fromkeys(value))
 
 
@@ -84,10 +86,9 @@ def templates_of(key: Any) -> tuple[str, ...]:
 
 
 class Field(NamedTuple):
-    """A field of a template, as {options[sku]!r:>9}.
+    """A field of a template, as {options[sku]!r:>9}, whose format is a template, too.
 
-    written: "options[sku]". name: the argument. items: the way to an item of it. form: its format,
-    which is a template, too.
+    written: "options[sku]". name: the argument. items: the way to an item of it.
     """
 
     written: str
@@ -113,9 +114,7 @@ class Field(NamedTuple):
             value = self.conversion(value)
         if isinstance(value, decimal.Decimal) and abs(value.adjusted()) > _WIDEST_DECIMAL:
             raise ValueError(f"a number has at most {_WIDEST_DECIMAL} digits")
-        form = ""
-        for part in self.form:
-            form += part if isinstance(part, str) else part.fill(known)
+        form = _joined(self.form, known)
         if form:
             _check_format(form)  # again, for an argument may be a part of it
         return format(value, form)
@@ -126,10 +125,7 @@ Template: TypeAlias = tuple[str | Field, ...]  # its texts and fields, in their 
 
 @functools.lru_cache(maxsize=1024)  # a call may bring a template of its own
 def compiled(template: str, depth: int = 2) -> Template:
-    """Return a template's texts and fields; raises ValueError.
-
-    depth: of fields in formats, as `str.format` has it.
-    """
+    """Return a template's texts and fields; raises ValueError. depth: as of `str.format`."""
     parts: list[str | Field] = []
     for text, written, form, conversion in string.Formatter().parse(template):
         if text:
@@ -167,10 +163,11 @@ def fill(template: str, arguments: Mapping[str, Any], task: str, queue: str) -> 
     parts, known = compiled(template), {"task": task, "queue": queue, **arguments}
     if "digest" in template and any(one.name == "digest" for one in fields_of(parts)):
         known.setdefault("digest", digest(arguments, task))
-    text = ""
-    for part in parts:
-        text += part if isinstance(part, str) else part.fill(known)
-    return text
+    return _joined(parts, known)
+
+
+def _joined(parts: Template, known: Mapping[str, Any]) -> str:
+    return "".join(part if isinstance(part, str) else part.fill(known) for part in parts)
 
 
 def _item(value: Any, name: int | str) -> Any:

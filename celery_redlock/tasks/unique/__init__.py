@@ -4,6 +4,5 @@ A send claims a unique key on the nodes, publishes its message, and confirms. Th
 token, by which its run releases the key. Not here: the lock of that run (`tasks/execution`). Read
 `claim.py` first: the steps of one send, whether it is a duplicate (`Claim`), and what a worker does
 with the token. `rounds.py` is the compare-and-set on all nodes, which earlier send a quorum names,
-and the release. `send.py` puts
-the token of a send and the options of any call into the message.
+and the release. `send.py` puts the token and the options of any call into the message.
 """

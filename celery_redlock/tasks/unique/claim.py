@@ -109,8 +109,7 @@ class Claim:
         """Claim the key, or return the earlier send that this one is a duplicate of.
 
         Waits while another send of the name is unconfirmed. If no quorum agrees within that time,
-        returns None without a token: then the message is to be sent. Raises QuorumUnreachable,
-        SettingsError.
+        returns None without a token. Raises QuorumUnreachable, SettingsError.
         """
         clock = self._session.clock
         until, tries = clock.now() + self._sending_ttl, 0
@@ -174,12 +173,8 @@ class Claim:
         return round_
 
     def _value(self, state: str) -> str:
-        """Return the value of this send.
-
-        It contains the second since 1970 after which a message that is published now is not
-        delivered any more.
-        """
         wall = self._session.clock.wall_us() / 1e6
+        # the second since 1970 after which a message that is published now is not delivered
         gone_by = math.ceil(wall + self._unique_for + self._delay)
         return f"{self._token}:{state}:{gone_by}:{self.run_id}"
 

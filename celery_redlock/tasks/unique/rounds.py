@@ -90,28 +90,21 @@ def read_reply(reply: Any) -> EarlierSend | bool:
 class ClaimRound(Round):
     """One compare-and-set of a claim on all nodes, and their replies.
 
-    changed: the nodes that have the new value. wanted: False once the claim is given up, so that no
-    request for it is written any more.
+    changed: the nodes that have the new value. earlier: the earlier sends, by node. wanted: False
+    once the claim is given up, so that no request for it is written any more.
     """
 
-    __slots__ = ("_earlier", "_empty", "_failed", "_nodes", "_repeated", "changed", "wanted")
+    __slots__ = ("_found", "_nodes", "_repeated", "wanted")
 
     def __init__(self, nodes: Nodes) -> None:
         self.decided, self.wake, self.wanted = False, None, True
         self._nodes, self._repeated = nodes, set[int]()
-        # each node is in one of these; empty: it has no value
-        self.changed, self._empty, self._failed = set[int](), set[int](), set[int]()
-        self._earlier: dict[int, EarlierSend] = {}
+        # by node, as of `read_reply`; None: it failed. Another thread may add a late reply
+        self._found: dict[int, EarlierSend | bool | None] = {}
 
     def on_reply(self, node: int, sent: float, reply: Any, run_id: str) -> None:
         """Count the reply of a node. Raises UnexpectedReplyError."""
-        found = None if type(reply) is hiredis.ReplyError else read_reply(reply)
-        if found is None:
-            self._failed.add(node)
-        elif isinstance(found, EarlierSend):
-            self._earlier[node] = found
-        else:
-            (self.changed if found else self._empty).add(node)
+        self._found[node] = None if type(reply) is hiredis.ReplyError else read_reply(reply)
         self._decide_if_clear()
 
     def on_error(self, node: int, command: Command, error: NodeError) -> None:
@@ -120,15 +113,15 @@ class ClaimRound(Round):
             self._repeated.add(node)
             self._nodes.send_to(node, command)
         else:
-            self._failed.add(node)
+            self._found[node] = None
             self._decide_if_clear()
 
     def _decide_if_clear(self) -> None:
         """Decide once no missing reply can change whether a quorum agrees, and on what."""
         if self.decided:
             return
-        count, quorum, failed = len(self._nodes.all), self._nodes.quorum, len(self._failed)
-        missing = count - self.voted - failed
+        count, quorum, heard = len(self._nodes.all), self._nodes.quorum, len(self._found)
+        missing, failed = count - heard, heard - self.voted
         is_clear = self.reached or not missing or failed > count - quorum
         if not is_clear and (earlier := self.agreed) is not None:
             sent = sum(one.is_sent for one in self.earlier.values())
@@ -137,14 +130,18 @@ class ClaimRound(Round):
             self.decide()
 
     @property
+    def changed(self) -> set[int]:
+        return {node for node, found in self._found.copy().items() if found is True}
+
+    @property
     def earlier(self) -> dict[int, EarlierSend]:
-        """A copy of the earlier sends by node: another thread may add a late one."""
-        return self._earlier.copy()
+        found = self._found.copy()
+        return {node: one for node, one in found.items() if isinstance(one, EarlierSend)}
 
     @property
     def voted(self) -> int:
         """How many nodes gave a valid reply."""
-        return len(self.changed) + len(self._empty) + len(self._earlier)
+        return sum(found is not None for found in self._found.copy().values())
 
     @property
     def reached(self) -> bool:

@@ -121,10 +121,7 @@ def is_awaited(options: Mapping[str, Any]) -> bool:
 
 
 def unique_name(task_name: str, resources: tuple[str, ...]) -> str:
-    """Return the name of a unique key: tasks that share a lock are not each other's duplicates.
-
-    resources: of the task's lock.
-    """
+    """Return the name of a unique key: tasks that share a lock are not each other's duplicates."""
     task = task_name.replace("%", "%25").replace(":", "%3A")  # so that the first ":" parts the two
     return f"{task}:{name_of_all(resources)}"
 
@@ -173,10 +170,8 @@ def carry_options(
 
 
 def _put_options(name: str, call_options: Any, headers: dict[str, Any]) -> None:
-    if not isinstance(call_options, Mapping):
-        call_options = {
-            "lock": repr(call_options)
-        }  # no option has this name, so the run refuses it
+    if not isinstance(call_options, Mapping):  # no option has the name "lock": the run refuses it
+        call_options = {"lock": repr(call_options)}
     if call_options.get("unique_for") is not None:
         logger.warning(
             "sending %s without deduplication: a send by name knows no key; use send_unique",
@@ -187,12 +182,9 @@ def _put_options(name: str, call_options: Any, headers: dict[str, Any]) -> None:
 
 
 def _prepare_signatures(value: Any) -> None:
-    """Make the lock options of a signature, or of those in a list, ready for their message.
-
-    If the first item of a list is no container, the others are not looked at: it may be long.
-    """
+    """Make the lock options of a signature, or of those in a list, ready for their message."""
     if isinstance(value, (list, tuple)):
-        if value and isinstance(value[0], (list, tuple, Mapping)):
+        if value and isinstance(value[0], (list, tuple, Mapping)):  # else it may be long: one look
             for item in value:
                 _prepare_signatures(item)
         return

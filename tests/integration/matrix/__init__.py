@@ -6,5 +6,6 @@
 - `stage`: one pool on one broker: its workers, the messages they get, what comes of them
 - `page`: the tables as `docs/explanation/crashes-and-shutdown.md` shows them
 
-`python -m tests.integration.matrix` measures and prints it, `--page` writes the page.
+`tests/integration/test_matrix.py` measures it. `python -m tests.integration.matrix --page` writes
+the page.
 """

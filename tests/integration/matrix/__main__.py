@@ -1,19 +1,5 @@
-"""Measure the matrix, or write its page: `python3 -m tests.integration.matrix --pool solo`."""
+"""Write the tables of the page: `python -m tests.integration.matrix --page`."""
 
-from __future__ import annotations
+from tests.integration.matrix.page import PAGE, with_tables
 
-import sys
-
-from example_worker.bootstrap import ensure
-
-
-def main() -> int:
-    """Return the exit status: 0 where all is as it must be."""
-    ensure("dev")
-    from tests.integration.matrix import command  # needs what has just been made sure of
-
-    return command.main()
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+PAGE.write_text(with_tables(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

@@ -26,7 +26,6 @@ CAUSES = {
 
 
 def tables() -> str:
-    """Return a heading and a table in Markdown for each cause of an end."""
     return "\n\n".join(f"### {cause}\n\n{_table(ends_of(cause))}" for cause in CAUSES)
 
 
@@ -86,7 +85,6 @@ def _line(words: list[str]) -> str:
 
 
 def with_tables(text: str) -> str:
-    """Return the page with its tables as they are now."""
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
     return f"{before}{BEGIN}\n\n{tables()}\n\n{END}{after}"

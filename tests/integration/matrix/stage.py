@@ -162,17 +162,14 @@ class Stage:
         return made
 
     def send(self, cell: Cell, queue: str, **more: Any) -> None:
-        """Send a cell's message."""
         options = {**cell.end.limits, **more}
         arguments = cell.name, cell.end.name
         self._app.send_task(cell.task, arguments, task_id=cell.id, queue=queue, **options)
 
     def see_listening(self) -> None:
-        """Return when the shared worker hears commands."""
         see_listening(self._app, SHARED, PATIENCE)
 
     def revoke(self, *cells: Cell, **how: Any) -> None:
-        """Revoke messages, and return when the shared worker has heard of it."""
         where = [shared_worker()]
         ids = [cell.id for cell in cells]
         said = self._app.control.revoke(
@@ -181,12 +178,10 @@ class Stage:
         assert said, f"{where} does not answer"
 
     def go(self, *cells: Cell) -> None:
-        """Let bodies return that wait for an end."""
         for cell in cells:
             self._log.with_name(f"{cell.name}.go").touch()
 
     def see_begun(self, *cells: Cell) -> None:
-        """Return when the first body of each has been seen to run."""
         for cell in cells:
             body = eventually(lambda cell=cell: self.watch.bodies(cell.id), PATIENCE)[0]
             eventually(lambda pid=body.pid: self.watch.is_alive(pid), PATIENCE)
@@ -206,7 +201,6 @@ class Stage:
         eventually(is_known, PATIENCE)
 
     def state_of(self, cell: Cell) -> str:
-        """Return the state that is stored."""
         stored = self._states.get(f"celery-task-meta-{cell.id}")
         return "PENDING" if stored is None else str(json.loads(str(stored))["status"])
 
@@ -254,7 +248,6 @@ class Stage:
             time.sleep(0.3)
 
     def drain(self) -> None:
-        """Return when what came last has been run, on each queue."""
         last = {queue: Cell(ends.ENDS[0], self.pool, "", False, After("")) for queue in self.queues}
         for queue, cell in last.items():
             self.send(cell, queue)

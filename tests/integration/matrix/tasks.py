@@ -101,7 +101,6 @@ class Hooked(LockedTask):
 
 
 def bodies(task_id: str) -> int:
-    """Return how many have begun of a message."""
     return LOG.read_text().count(f'"id": "{task_id}"')
 
 
@@ -125,7 +124,6 @@ def raising(error: BaseException) -> Callable[..., Any]:
 
 
 def wait_for_the_end(self: Any, key: str, end: str) -> str:
-    """Go on until somebody ends this run, or says that the body may return."""
     until = time.monotonic() + 180
     while not LOG.with_name(f"{key}.go").exists() and time.monotonic() < until:
         time.sleep(0.02)

@@ -78,7 +78,6 @@ class Watch:
             node.close()
 
     def bodies(self, task_id: str) -> list[Body]:
-        """Return the bodies of a message, in order."""
         found: list[Body] = []
         for line in list(self.lines):
             if line["what"] == "begin" and line["id"] == task_id:
@@ -91,11 +90,9 @@ class Watch:
         return found
 
     def is_locked(self, resource: str) -> bool:
-        """Tell whether the last look saw a lock."""
         return resource in self.looks[-1].locked
 
     def is_alive(self, pid: int) -> bool:
-        """Tell whether the last look saw a process."""
         return pid in self.looks[-1].alive
 
     def releases(self, resource: str) -> list[str] | None:

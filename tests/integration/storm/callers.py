@@ -39,7 +39,6 @@ class Stalls:
         return self._seconds + max(0.0, now() - self._looked_at - 2 * TICK)
 
     def watch(self) -> None:
-        """Look at the clock for ever."""
         while True:
             time.sleep(TICK)
             self._seconds, self._looked_at = self.seconds, now()
@@ -110,7 +109,6 @@ def in_a_thread() -> None:
 
 
 async def in_a_task() -> None:
-    """Call again and again in one task of the loop."""
     while True:
         try:
             await call_async()
@@ -126,7 +124,6 @@ def _end(error: BaseException) -> None:
 
 
 async def in_tasks() -> None:
-    """Run all tasks of the loop."""
     await asyncio.gather(*(in_a_task() for _ in range(AT_ONCE)))
 
 

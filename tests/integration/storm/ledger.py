@@ -194,7 +194,6 @@ class Ledger:
     waits: Sequence[Wait] = ()  # of callers, without a lock
 
     def faults(self) -> list[str]:
-        """Return everything that is not as it must be."""
         return [
             *self.overlaps(),
             *self.tokens(),
@@ -206,7 +205,6 @@ class Ledger:
         ]
 
     def by_key(self) -> dict[str, list[Run]]:
-        """Return the runs of each key, in the order in which they began."""
         found: dict[str, list[Run]] = defaultdict(list)
         for run in sorted(self.runs, key=lambda run: run.first):
             for key in run.keys:
@@ -214,7 +212,6 @@ class Ledger:
         return dict(found)
 
     def overlaps(self) -> list[str]:
-        """Return each run that began while as many of its key held the lock as may."""
         told = []
         for key, runs in self.by_key().items():
             held: list[Run] = []
@@ -227,7 +224,6 @@ class Ledger:
         return told
 
     def tokens(self) -> list[str]:
-        """Return each run whose fencing token is not greater than an earlier one's of its key."""
         told = []
         for key, runs in self.by_key().items():
             fenced = [(run.token, run) for run in runs if run.token is not None]
@@ -467,7 +463,6 @@ class Ledger:
         return any(at < again.first + GRACE for at in self.given_back.get(run.id, ()))
 
     def around(self, fault: str) -> str:
-        """Return a fault with the runs of the keys that it names."""
         lines = []
         for key, runs in self.by_key().items():
             named = [n for n, run in enumerate(runs) if str(run) in fault]
@@ -481,7 +476,6 @@ class Ledger:
 
 
 def runs_of(lines: Iterable[Mapping[str, Any]]) -> list[Run]:
-    """Return the runs that wrote these lines."""
     runs: dict[str, Run] = {}
     for line in lines:
         if line["what"] == "released":

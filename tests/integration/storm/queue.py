@@ -42,13 +42,11 @@ class Transit:
         self._thread.start()
 
     def lost(self) -> frozenset[str]:
-        """Return the ids of those that are in the queue no more, and that nobody has noted."""
         self._catch_up()
         queued = {_found(_TAG, text) for text in self._client.lrange(NAME, 0, -1)}
         return frozenset(id_ for tag, id_ in self._unnoted.items() if tag not in queued)
 
     def given_back(self) -> dict[str, list[float]]:
-        """Return when a delivery of each message was put into the queue once more, as it was."""
         self._catch_up()
         times: dict[str, list[float]] = {}
         for message, at in self._given_back:
@@ -56,7 +54,6 @@ class Transit:
         return times
 
     def close(self) -> None:
-        """Hear no more."""
         self._catch_up("the end of it")
         self._thread.join()
         self._monitor.__exit__()

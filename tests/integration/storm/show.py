@@ -190,7 +190,6 @@ class Storm:
             self.weather.revoke(self._app, item[1])
 
     def state_of(self, task_id: str) -> str:
-        """Return the state that is stored."""
         stored = self._client.get(f"celery-task-meta-{task_id}")
         return "PENDING" if stored is None else str(json.loads(str(stored))["status"])
 
@@ -234,7 +233,6 @@ class Storm:
         return found
 
     def ledger(self) -> Ledger:
-        """Return all that is known."""
         states = {message.id: self.state_of(message.id) for message in self.messages}
         runs, lines, waits = read(self.log)
         weather = self.weather

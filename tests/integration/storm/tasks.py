@@ -42,7 +42,6 @@ def now() -> float:
 
 
 def write(what: str, at: float, request: Any, **more: Any) -> None:
-    """Append a line, whole, whoever else writes."""
     name = request.task.removeprefix("storm.")
     line = {"what": what, "at": at, "id": request.id, "kind": name, "pid": os.getpid(),
             "worker": WORKER, "retries": request.retries, **more}  # fmt: skip

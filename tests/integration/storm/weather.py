@@ -16,6 +16,7 @@ from celery import Celery
 from redis import Redis
 
 from celery_redlock.testing import EmbeddedNode, WorkerProcess
+from tests.conftest import Nodes
 from tests.integration.matrix.watch import lives
 from tests.integration.storm.ledger import Blow, Outage
 from tests.integration.storm.queue import deliver_again
@@ -42,19 +43,16 @@ class Actor:
         return self.process is not None and lives(self.process.pid)
 
     def start(self) -> None:
-        """Begin another life."""
         self.lives += 1
         self.process = self._make(self.life)
         self.logs.append(self.process.log)
         self.process.launch()
 
     def end(self) -> None:
-        """End what is left of this life, at once."""
         if self.process is not None:
             self.process.kill()
 
     def children(self) -> list[int]:
-        """Return the processes of the pool."""
         if self.process is None:
             return []
         with contextlib.suppress(OSError):
@@ -71,12 +69,10 @@ class Calling:
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Begin another life."""
         words = [sys.executable, "-m", f"{__package__}.callers", self.kind]
         self.process = subprocess.Popen(words, cwd=ROOT, env=self._env)
 
     def end(self) -> None:
-        """Kill it."""
         if self.process is not None:
             self.process.kill()
             self.process.wait()
@@ -121,7 +117,6 @@ class Weather:
             self.counts[name] = self.counts.get(name, 0) + 1
 
     def calm(self) -> None:
-        """Bring back everything."""
         self._bring_back(float("inf"))
 
     def _bring_back(self, until: float) -> int:
@@ -286,7 +281,7 @@ class Weather:
         actor.end()
         actor.start()
 
-    def _nodes_up(self, count: int) -> list[EmbeddedNode]:
+    def _nodes_up(self, count: int) -> Nodes:
         """Return so many nodes, none where one is struck already."""
         up = [node for node in self._nodes if node not in self._down]
         return self._chance.sample(up, count) if len(up) == len(self._nodes) else []

@@ -30,7 +30,6 @@ class Dialled:
         self._sock = sock
 
     def disconnect(self) -> None:
-        """Close it."""
         self._sock.close()
 
 
@@ -43,7 +42,6 @@ class ServerEnd:
         self._commands = hiredis.Reader()
 
     def say(self, data: bytes) -> None:
-        """Send bytes of RESP, or of something else."""
         self.socket.sendall(data)
 
     def read_command(self) -> Words:
@@ -63,7 +61,6 @@ class ServerEnd:
 
 
 def ends() -> tuple[Dialled, ServerEnd]:
-    """Return the two ends of a new connection."""
     client, server = socket.socketpair()
     return Dialled(client), ServerEnd(server)
 
@@ -76,13 +73,11 @@ class PairAddress(Address):
     servers: list[ServerEnd] = field(default_factory=list)
 
     def dial(self, timeout: float, sentinel_timeout: float | None = None) -> Dialled:
-        """Return a new connection."""
         dialled, server = ends()
         self.servers.append(server)
         return dialled
 
     def cause_of(self, error: BaseException, timeout: float) -> str:
-        """Return the text of an error."""
         return str(error)
 
 
@@ -96,16 +91,13 @@ class Kept:
         self.errors: list[tuple[int, str]] = []
 
     def on_reply(self, node: int, sent: float, reply: Any, run_id: str) -> None:
-        """Keep a reply."""
         self.replies.append((node, reply))
 
     def on_error(self, node: int, command: Command, error: NodeError) -> None:
-        """Keep the cause."""
         self.errors.append((node, error.cause))
 
 
 def echo(word: str, handler: Any, **how: Any) -> Command:
-    """Return a command that names a word."""
     return Command(encode_command("ECHO", word), handler, **how)
 
 
@@ -151,10 +143,8 @@ class Pairs(Nodes):
             self.changes.append((node.index, error.cause))
 
     def server(self, index: int = 0) -> ServerEnd:
-        """Return the server's end of a node's last connection."""
         return self.addresses[index].servers[-1]
 
     def send(self, *commands: Command, node: int = 0) -> None:
-        """Write commands to one node, in one batch."""
         now = self.clock.now()
         self.all[node].send([(command, now, command.request) for command in commands])

@@ -30,7 +30,6 @@ GET = encode_command("GET", "a")
 
 @pytest.fixture
 def node() -> Iterator[Pairs]:
-    """One node."""
     made = Pairs(1)
     yield made
     made.close()

@@ -1,0 +1,86 @@
+"""What the guide for those who come from other plugins writes means what it says there."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from celery import Celery
+
+from celery_redlock import LockedTask, Redlock
+from tests.pages import ROOT
+
+GUIDE = ROOT / "docs" / "how-to" / "migrate.md"
+ROWS = [line.split(" | ") for line in GUIDE.read_text().splitlines() if line.startswith("| ")]
+SPELLINGS = {match[1] for row in ROWS if (match := re.fullmatch(r"`(.*)`", row[1]))}
+ALL = "shop.f:[0-9a-f]{32}"  # of all arguments, as a digest
+ALONE = "shop.f:any-arguments"
+# by spelling: the resource of a call, another call of the same one, and what a refused run does
+HERE: dict[str, tuple[str, tuple[int, int], str]] = {
+    "@app.task(base=LockedTask)": (ALL, (1, 2), "defer"),
+    'lock_args=["a"]': (ALL, (1, 9), "defer"),
+    'lock_args=["a", "c"]': (ALL, (1, 9), "defer"),
+    "lock_args=[]": (ALONE, (9, 9), "defer"),
+    'lock_key="report"': ("report", (9, 9), "defer"),
+    'lock_key=lambda task, args, kwargs: f"report:{args[0]}"': ("report:1", (1, 9), "defer"),
+    'lock_key="stock:{sku}"': ("stock:s", (9, 9), "defer"),
+    'lock_key="stock:{sku}", lock_wait=5': ("stock:s", (9, 9), "defer"),
+    "lock_max_hold=120": (ALL, (1, 2), "defer"),
+    'lock_on_conflict="fail"': (ALL, (1, 2), "fail"),
+    'lock_on_conflict="skip"': (ALL, (1, 2), "skip"),
+    '@shared_task(base=LockedTask, lock_on_conflict="skip")': (ALL, (1, 2), "skip"),
+    '@app.task(base=LockedTask, lock_on_conflict="skip")': (ALL, (1, 2), "skip"),
+    '@app.task(base=LockedTask, lock_args=[], lock_on_conflict="skip")': (ALONE, (9, 9), "skip"),
+}
+# by spelling: until when a send is one with an earlier one, and what a second one does until then
+AT_THE_SEND = {
+    "lock_unique_for=3600": ("finished", "existing"),
+    'lock_unique_for=3600, lock_on_duplicate="fail"': ("finished", "fail"),
+    'lock_unique_for=3600, lock_on_duplicate="replace"': ("finished", "replace"),
+    'lock_unique_for=3600, lock_unique_until="started"': ("started", "existing"),
+    'lock_unique_for=3600, lock_unique_until="expired"': ("expired", "existing"),
+    '@shared_task(base=LockedTask, lock_unique_for=3600, lock_unique_until="started", '
+    'lock_on_conflict="skip")': ("started", "existing"),
+}
+FREE, IN_A_BODY = "lock_key=False", 'with redlock.lock("ledger", wait=5):'
+
+
+def task_of(spelling: str) -> Any:
+    app = Celery("shop", broker="memory://", set_as_current=False)
+    app.conf.redlock_nodes = ["redis://nowhere"]
+    whole = re.fullmatch(r"@(?:app\.task|shared_task)\((.*)\)", spelling)
+    options = eval(f"dict({whole[1] if whole else spelling})", {"LockedTask": LockedTask})
+
+    @app.task(**{"name": "shop.f", "base": LockedTask, "shared": False, **options})
+    def f(a: int, b: int = 0, c: int = 0, sku: str = "s") -> None: ...
+
+    return app.tasks["shop.f"]
+
+
+def test_every_spelling_of_the_guide_is_told_of_here() -> None:
+    assert {*HERE, *AT_THE_SEND, FREE, IN_A_BODY} == SPELLINGS
+
+
+@pytest.mark.parametrize("spelling", HERE)
+def test_a_spelling_makes_the_resource_and_the_end_of_a_refused_run(spelling: str) -> None:
+    pattern, other, on_conflict = HERE[spelling]
+    task = task_of(spelling)
+    resource = task.lock_for(1, 2).resource
+    assert re.fullmatch(pattern, resource)
+    assert task.lock_for(*other).resource == resource
+    assert task.lock_options()["on_conflict"].value == on_conflict
+
+
+@pytest.mark.parametrize("spelling", AT_THE_SEND)
+def test_a_spelling_makes_the_window_of_a_send(spelling: str) -> None:
+    options = task_of(spelling).lock_options()
+    told = tuple(options[name].value for name in ("unique_until", "on_duplicate"))
+    assert (options["unique_for"].value, told) == (3600, AT_THE_SEND[spelling])
+
+
+def test_the_other_spellings_take_no_lock_and_one_in_a_body() -> None:
+    assert task_of(FREE).lock_options()["key"].value is False
+    with Redlock(["redis://127.0.0.1:1"]) as redlock:
+        lock = eval(IN_A_BODY.removeprefix("with ").removesuffix(":"), {"redlock": redlock})
+        assert lock.resource == "ledger"
