@@ -116,10 +116,8 @@ def begin() -> None:
 
 
 def watch(app: Any) -> None:
-    """Adopt the tasks of an app that `redlock_tasks` names, and finish when it has finalized.
-
-    Source: celery.app.base: `_pending` has the app's own tasks, which no other app has shared.
-    """
+    """Adopt the tasks of an app that `redlock_tasks` names, and finish when it has finalized."""
+    # Source: celery.app.base: `_pending` has the app's own tasks, which no other app has shared
     if app not in _own_tasks:
         _own_tasks[app] = list(app._pending)
         startup.AdoptingRegistry.of(app)
@@ -155,10 +153,8 @@ def add_steps(worker: Any) -> None:
 
 
 def prepare_workers(app: Any) -> None:
-    """Prepare the workers of this process that run an app, if it locks tasks or has a wrong one.
-
-    Source: celery.worker.worker sends worker_init before it makes the blueprint out of the steps.
-    """
+    """Prepare the workers of this process that run an app, if it locks tasks or has a wrong one."""
+    # Source: celery.worker.worker sends worker_init before it makes the blueprint out of the steps
     workers = [one for one in celery_redlock_entry.workers if one.app is app and not one.blueprint]
     if not workers or not _concerns(app):
         return

@@ -74,10 +74,10 @@ REPEATED_AFTER = (0.25, 1.0, 4.0)  # seconds after which an orphan is released o
 
 @dataclass(frozen=True)
 class OrphanedKey:
-    """A key that a dead process held, with its value on the nodes."""
+    """A key that a dead process held, with its value on the nodes. limit: number of permits."""
 
     resource: str
-    permit: int
+    limit: int
     value: str
 
 

@@ -104,7 +104,7 @@ class Session(Core):
         seconds.
         """
         prefix = self.options.prefix
-        keys = [LockKey(prefix, one.resource, one.permit, options.ttl) for one in orphans]
+        keys = [LockKey(prefix, one.resource, options.ttl, one.limit) for one in orphans]
         named = [key for key in keys if key.resource in options.resources]
         acquisition = Acquisition(options, named, self.current_owner())
         acquisition.acquired_at = acquired_at

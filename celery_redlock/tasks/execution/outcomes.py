@@ -59,7 +59,6 @@ logger = logging.getLogger(__name__)
 # the name on the request of a run that goes on in another delivery, so that its claim stays
 CONTINUES = "_redlock_continues"
 
-ANOTHER = "another delivery of its message"
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 10.0  # s: between tries to republish a message in its slot
 LATER_MARKED = 1.0  # s: for which a run may go on after its result is stored
 
@@ -212,13 +211,14 @@ def wait_for_first_delivery(delivery: Delivery, refusal: Exception) -> NoReturn:
     countdown = countdown_of(OF_REDELIVERIES, tries, refusal, cap, random.uniform)
     if is_kept_by_broker(app, delivery.route):
         countdown = whole_seconds(countdown)
+    first = "another delivery of its message"
     if not isinstance(refusal, LockTaken):
         reason = describe_refusal(refusal) if isinstance(refusal, NotAcquired) else repr(refusal)
-        why = f"waits: whether it runs already, by {ANOTHER}, is not known yet ({reason})"
+        why = f"waits: whether it runs already, by {first}, is not known yet ({reason})"
     elif is_held_by_own_run(delivery, refusal):
-        why = f"runs already, by {ANOTHER}"
+        why = f"runs already, by {first}"
     else:
-        why = f"has ended already, by {ANOTHER}"
+        why = f"has ended already, by {first}"
     extra = delivery.log_extra("redelivery_waits", countdown=countdown)
     logger.info("%s %s: this one looks again in %.2f s", delivery, why, countdown, extra=extra)
     now = time_of_nodes(app)
@@ -271,17 +271,15 @@ def completion_marker(
         here_for = clock.now() - came
         # later: an id may be sent again once its result is stored, just before its run is marked
         since = redlock_of(app).session.clock.now() - here_for + LATER_MARKED
-    is_redelivered = may_return and delivery.is_redelivered
-    run = str(delivery.run_id)
-    marker = CompletionMarker(run, kept_for, since, is_redelivered=is_redelivered)
-    if not is_unique:
-        return marker
-    return replace(
-        marker,
-        # a later send may have replaced it
-        asks_since=since if may_have_run and since is not None else -math.inf,
+    if is_unique and not (may_have_run and since is not None):
+        since = -math.inf  # a later send may have replaced it
+    return CompletionMarker(
+        str(delivery.run_id),
+        kept_for,
+        since,
         # a redelivery heeds that under its lock: the first delivery may run, and has stored a state
-        heeds_later=not delivery.is_redelivered,
+        heeds_later=is_unique and not delivery.is_redelivered,
+        is_redelivered=may_return and delivery.is_redelivered,
     )
 
 

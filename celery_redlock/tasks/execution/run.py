@@ -29,12 +29,6 @@ from celery_redlock.tasks.delivery.republish import NotRepublishedError
 from celery_redlock.tasks.delivery.route import queue_of_send
 from celery_redlock.tasks.execution import outcomes
 from celery_redlock.tasks.execution.deferral import Refusal
-from celery_redlock.tasks.execution.outcomes import (
-    CONTINUES,
-    check_not_superseded,
-    completion_marker,
-    is_held_by_own_run,
-)
 from celery_redlock.tasks.per_app import redlock_of, time_of_nodes
 from celery_redlock.tasks.settings.options import TaskLockOptions
 from celery_redlock.tasks.settings.task_config import TaskCall
@@ -86,7 +80,7 @@ class LockedRun:
         """
         delivery = self.delivery
         if delivery.is_for_another_queue:  # a copy of a deferred message
-            delivery.request.__dict__[CONTINUES] = True
+            delivery.request.__dict__[outcomes.CONTINUES] = True
             logger.debug(
                 "%s is for another queue", delivery, extra=delivery.log_extra("copy_astray")
             )
@@ -152,7 +146,9 @@ class LockedRun:
     def _try_to_acquire(self, wait_in_slot: float) -> None:
         """Do so once; wait_in_slot: seconds, of a message that the broker did not take back."""
         delivery = self.delivery
-        marker = completion_marker(delivery, self.done_ttl, is_unique=self.token is not None)
+        marker = outcomes.completion_marker(
+            delivery, self.done_ttl, is_unique=self.token is not None
+        )
         label = label_of_run(str(delivery.run_id), delivery.request.hostname)
         self.lock = lock_of(delivery.task, self.options, self.resources, label, marker=marker)
         registered = delivery.request.__dict__
@@ -160,7 +156,7 @@ class LockedRun:
         try:
             self._acquire(wait_in_slot)
             if self.token is not None:
-                check_not_superseded(delivery)
+                outcomes.check_not_superseded(delivery)
                 self._end_claim_at_start()
         except NotAcquired as refusal:
             registered.pop(RUN, None)
@@ -198,7 +194,7 @@ class LockedRun:
             try:
                 self.lock.acquire(wait=0)
             except NotAcquired as refusal:
-                if is_held_by_own_run(delivery, refusal):
+                if outcomes.is_held_by_own_run(delivery, refusal):
                     raise
             else:
                 return
@@ -393,7 +389,7 @@ def end_run(task: Any, retval: Any, state: str | None, error: BaseException | No
         kind = celery_states.REJECTED if isinstance(error, Reject) else celery_states.FAILURE
         completed = is_of_hook and is_completed(kind, error)
         completed = completed or is_end_announced(str(delivery.run_id))
-    goes_on = state == celery_states.RETRY or CONTINUES in request.__dict__
+    goes_on = state == celery_states.RETRY or outcomes.CONTINUES in request.__dict__
     if completed and not goes_on and delivery.header.unique is not None:
         end_claim(task.app, delivery.header)
     if run is not None:

@@ -118,12 +118,11 @@ class Dispatcher:
                 return [head for head in heads if not self.awaits_rate(head.queue)]
 
     def _dispatch_cancelled(self, waiters: list[WaitingMessage]) -> bool:
-        revoked, any_ = self._consumer.controller.state.revoked, False
-        for waiter in waiters:
-            if is_cancelled(waiter.request, revoked):
-                self.dispatch(waiter)
-                any_ = True
-        return any_
+        revoked = self._consumer.controller.state.revoked
+        cancelled = [waiter for waiter in waiters if is_cancelled(waiter.request, revoked)]
+        for waiter in cancelled:
+            self.dispatch(waiter)
+        return bool(cancelled)
 
     def holds_back(self, waiter: WaitingMessage, *, is_named: bool) -> bool:
         """Let a message wait on that a run of this worker is before; return whether it does."""
