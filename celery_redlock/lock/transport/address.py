@@ -231,31 +231,27 @@ def parse_address(node: Any, level: str, name: str) -> Address:
     if isinstance(node, Address):
         return node
     if isinstance(node, redis.Redis):
-        pool = node.connection_pool
-        return _address_of(pool)
+        return _address_of(node.connection_pool)
+    known = ", ".join(f"{scheme}://" for scheme in URL_SCHEMES)
     if not isinstance(node, str):
-        hint = f"must be a URL ({', '.join(f'{s}://' for s in URL_SCHEMES)}) or a redis.Redis"
+        hint = f"must be a URL ({known}) or a redis.Redis"
         raise SettingsError(level, name, f"a {type(node).__name__}", hint)
     scheme, separator, _ = node.partition("://")
-    if not separator or scheme not in URL_SCHEMES:
-        known = ", ".join(f"{s}://" for s in URL_SCHEMES)
-        raise SettingsError(
-            level, name, repr(redact_url(node)), f"a node's URL starts with one of {known}"
-        )
-    try:
-        if scheme == "sentinel":
-            wrong = _wrong_query(node.partition("?")[2])
-            if wrong:
-                raise SettingsError(level, name, repr(redact_url(node)), wrong)
-            return _sentinel_address(node)
-        return _address_of(redis.ConnectionPool.from_url(node))
-    except (ValueError, TypeError):
-        # the text of redis-py's error shows parts of the URL, so maybe of a password
-        hint = (
-            "is not a URL of a node; in user and password, write special characters with a "
-            "percent sign (%2F for /), and Sentinels as sentinel://host:port,[::1]:port/name"
-        )
-        raise SettingsError(level, name, repr(redact_url(node)), hint) from None
+    hint = f"a node's URL starts with one of {known}"
+    if separator and scheme in URL_SCHEMES:
+        try:
+            if scheme != "sentinel":
+                return _address_of(redis.ConnectionPool.from_url(node))
+            hint = _wrong_query(node.partition("?")[2])
+            if not hint:
+                return _sentinel_address(node)
+        except (ValueError, TypeError):
+            # the text of redis-py's error shows parts of the URL, so maybe of a password
+            hint = (
+                "is not a URL of a node; in user and password, write special characters with a "
+                "percent sign (%2F for /), and Sentinels as sentinel://host:port,[::1]:port/name"
+            )
+    raise SettingsError(level, name, repr(redact_url(node)), hint)
 
 
 def redact_url(url: str) -> str:
@@ -271,8 +267,12 @@ def redact_url(url: str) -> str:
 
 
 def _address_of(pool: Any) -> Address:
-    if getattr(pool, "service_name", None) is not None:
-        return _watched_address(pool)
+    service = getattr(pool, "service_name", None)
+    if service is not None:  # names the Sentinels, too: two groups may use the same service name
+        sentinels = [_address_of(one.connection_pool) for one in pool.sentinel_manager.sentinels]
+        name = f"sentinel://{','.join(one.name for one in sentinels)}/{service}"
+        each = ",".join(sorted(one.server for one in sentinels))
+        return Address(name, f"sentinel://{each}/{service}", pool, sentinels=sentinels)
     options = pool.connection_kwargs
     if "path" in options:
         return Address(options["path"], options["path"], pool)
@@ -283,14 +283,6 @@ def _address_of(pool: Any) -> Address:
 
 def _place_of(options: Mapping[str, Any]) -> tuple[str, int]:
     return options.get("host", "localhost"), int(options.get("port", 6379))
-
-
-def _watched_address(pool: Any) -> Address:
-    """Name the Sentinels, too: two groups of them may use the same service name."""
-    sentinels = [_address_of(one.connection_pool) for one in pool.sentinel_manager.sentinels]
-    name = f"sentinel://{','.join(one.name for one in sentinels)}/{pool.service_name}"
-    each = ",".join(sorted(one.server for one in sentinels))
-    return Address(name, f"sentinel://{each}/{pool.service_name}", pool, sentinels=sentinels)
 
 
 def _canonical(host: str) -> str:

@@ -75,8 +75,8 @@ class Node:
     """The one ordered connection of this process to one node, replaced when it breaks.
 
     Every change of the connection is one of its `jobs`, and no caller waits. index: position in the
-    list of nodes. timeout: seconds for a reply. longest_idle: a connection without a write for so
-    many seconds is replaced before it is used again.
+    list of nodes. name: without credentials. timeout: seconds for a reply. longest_idle: a
+    connection without a write for so many seconds is replaced before it is used again.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Node:
         mailbox: Mailbox,
         gate: Gate,
     ) -> None:
-        self.index, self.address, self.timeout = index, address, timeout
+        self.index, self.address, self.name, self.timeout = index, address, address.name, timeout
         self.connect_budget = connect_budget(timeout)
         self._longest_idle = longest_idle
         self._platform, self._clock = platform, platform.clock
@@ -108,11 +108,6 @@ class Node:
         self._failures, self._retry_at = 0, 0.0
         self._connect_by = 0.0  # monotonic seconds until which callers wait for the connect
         self._queued: list[Entry] = []
-
-    @property
-    def name(self) -> str:
-        """The node's address, without credentials."""
-        return self.address.name
 
     @property
     def outstanding(self) -> bool:
