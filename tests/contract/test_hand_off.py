@@ -27,7 +27,7 @@ from celery_redlock.lock.platform.clock import SystemClock
 from celery_redlock.lock.server.requests import BREAK, REGISTER, RELEASE
 from celery_redlock.lock.transport.command import Round, Script, text_of
 from celery_redlock.lock.transport.poller import Poller
-from tests.conftest import FREED, NODE_TIMEOUT, Nodes, eventually, hearing, settle
+from tests.conftest import FREED, NODE_TIMEOUT, Nodes, eventually, hearing, paused, settle
 from tests.contract.conftest import in_child
 from tests.contract.points import interrupt
 from tests.pages import ROOT
@@ -372,14 +372,9 @@ class TestQuestion:
     ) -> None:
         answers: Queue[int] = Queue()
         before = asked(nodes)
-        for node in nodes:
-            node.pause()
-        try:
+        with paused(*nodes):
             for number in range(100):
                 inbox.ask("r", 1, 0, lambda _, number=number: answers.put(number))
-        finally:
-            for node in nodes:
-                node.resume()
         assert sorted(answers.get(timeout=WAIT) for _ in range(100)) == list(range(100))
         settle(redlock)
         assert answers.empty()
@@ -387,14 +382,9 @@ class TestQuestion:
 
     def test_of_another_lock_waits_for_none(self, inbox: Inbox, nodes: Nodes) -> None:
         answers: Queue[int] = Queue()
-        for node in nodes:
-            node.pause()
-        try:
+        with paused(*nodes):
             for limit in (1, 2, 3):
                 inbox.ask("r", limit, 0, lambda _, limit=limit: answers.put(limit))
-        finally:
-            for node in nodes:
-                node.resume()
         assert sorted(answers.get(timeout=WAIT) for _ in range(3)) == [1, 2, 3]
 
 
