@@ -142,9 +142,8 @@ class JournalSlot:
                     "the parent process does not know of lock %r: its name is too long, or too "
                     "many locks are held at once; if this process is killed, the lock expires "
                     "with its ttl",
-                    resource,
-                    extra={"event": "parent_not_told", "resource": resource},
-                )
+                    resource, extra={"event": "parent_not_told", "resource": resource},
+                )  # fmt: skip
             return
         offset = self._free.pop()
         self._memory[offset + 1 : offset + 1 + len(encoded)] = encoded
