@@ -55,6 +55,7 @@ _CONSUMER = "celery.worker.consumer.consumer:Consumer"
 _STRATEGY = "celery.worker.strategy:default"
 _SEE_MESSAGE = "see what the main process knows of a message"
 _END_RUN = "tell a run that ends from one that is handed back"
+_ELSEWHERE = "revoke or expire no message that runs elsewhere"
 _ADOPT = "lock the tasks of `redlock_tasks`"
 _DELAY = "send a deferral through RabbitMQ's delayed queues"
 _SURVIVE = "survive a restart of the broker"
@@ -68,9 +69,7 @@ ANYWHERE = (
     PrivateName("celery._state:_get_active_apps", "check an app that has finalized before", ""),
     PrivateName("celery._state:get_current_task", "find the current lock", ""),
     PrivateName("celery._state:get_current_worker_task", "find the current lock", ""),
-    PrivateName(
-        "celery._state:_task_stack", "switch locks off in tests", optional="only tests need it"
-    ),
+    PrivateName("celery._state:_task_stack", "switch locks off in tests", optional="for tests"),
     PrivateName("celery.local:Proxy._get_current_object", "find the app of a child", ""),
     PrivateName("celery.local:maybe_evaluate", "find the locked tasks of an app", "obj"),
     PrivateName("celery.app.base:Celery._finalize_mutex", "check an app at the right time"),
@@ -119,22 +118,16 @@ ANYWHERE = (
     PrivateName(f"{_REQUEST}._context", _SEE_MESSAGE),
     PrivateName(f"{_REQUEST}._request_dict", _SEE_MESSAGE),
     PrivateName(f"{_REQUEST}._eta", "set the ETA of a message"),
-    PrivateName(
-        f"{_REQUEST}._eta_timer_entry", "cancel a timer of Celery's", optional="since Celery 5.7"
-    ),
+    PrivateName(f"{_REQUEST}._eta_timer_entry", "cancel Celery's timer", optional="since 5.7"),
     PrivateName(f"{_REQUEST}._on_ack", "leave a message with the broker"),
     PrivateName(f"{_REQUEST}._already_revoked", "revoke a message once"),
     PrivateName(f"{_REQUEST}._already_cancelled", "leave a message with the broker"),
     PrivateName(f"{_REQUEST}._apply_result", "let a message wait that was in the pool"),
-    PrivateName(
-        f"{_REQUEST}._announce_revoked",
-        "revoke no message that runs elsewhere",
-        "reason, terminated, signum, expired",
-    ),
-    PrivateName(f"{_REQUEST}.revoked._announce_revoked", "revoke no message that runs elsewhere"),
-    PrivateName(f"{_REQUEST}.revoked.maybe_expire", "expire no message that runs elsewhere"),
-    PrivateName(f"{_REQUEST}.maybe_expire", "expire no message that runs elsewhere", ""),
-    PrivateName(f"{_REQUEST}.revoked", "revoke no message that runs elsewhere", ""),
+    PrivateName(f"{_REQUEST}._announce_revoked", _ELSEWHERE, "reason, terminated, signum, expired"),
+    PrivateName(f"{_REQUEST}.revoked._announce_revoked", _ELSEWHERE),
+    PrivateName(f"{_REQUEST}.revoked.maybe_expire", _ELSEWHERE),
+    PrivateName(f"{_REQUEST}.maybe_expire", _ELSEWHERE, ""),
+    PrivateName(f"{_REQUEST}.revoked", _ELSEWHERE, ""),
     PrivateName(f"{_REQUEST}.reject", _END_RUN, "requeue"),
     PrivateName(f"{_REQUEST}.on_failure", _END_RUN, "exc_info, ..."),
     PrivateName(f"{_REQUEST}.on_timeout", _END_RUN, "soft, timeout"),
@@ -196,11 +189,11 @@ def _other_parameters(found: Any, parameters: str) -> str | None:
         given = list(inspect.signature(found).parameters.values())
     except (TypeError, ValueError):
         return "no function"
-    names = [each.name for each in given if each.name != "self"]
-    wanted = parameters.split(", ") if parameters else []
+    given = [each for each in given if each.name != "self"]
+    names, wanted = [each.name for each in given], parameters.split(", ") if parameters else []
     if wanted[-1:] == ["..."]:
         wanted.pop()
-        others = [each for each in given if each.name in names[len(wanted) :]]
+        others = given[len(wanted) :]
         are_optional = all(each.default is not each.empty or each.kind in _ANY for each in others)
         fits = names[: len(wanted)] == wanted and are_optional
     else:

@@ -50,10 +50,7 @@ def abstention_cause(seconds: float) -> str:
 
 
 def summarize_causes(causes: Sequence[str]) -> str:
-    """Return the causes of a `QuorumUnreachable` as one clause; abstaining nodes share one cause.
-
-    The clause names the longest grace period among them.
-    """
+    """Return causes as one clause; abstaining nodes share one, with their longest grace period."""
     found = [(cause, _ABSTAINS.fullmatch(cause)) for cause in causes]
     summary = [cause for cause, match in found if match is None]
     abstaining = [match for _, match in found if match is not None]

@@ -31,7 +31,7 @@ from celery_redlock.tasks import per_app, startup, task, wrapping
 from celery_redlock.tasks.body import notify_bodies
 from celery_redlock.tasks.children import reaper
 from celery_redlock.tasks.delivery.route import RecordQueueNames
-from celery_redlock.tasks.execution import run, untried
+from celery_redlock.tasks.execution import outcomes, run
 from celery_redlock.tasks.unique import claim, send
 from celery_redlock.tasks.waiting import room
 
@@ -69,7 +69,7 @@ RECEIVERS = (
     Receiver(celery_signals.worker_shutdown, reaper.stop_watching),
     Receiver(celery_signals.worker_shutdown, metrics.close_metrics),
     # the same, for each message
-    Receiver(celery_signals.task_received, untried.defer_untried),  # before `admit_received`
+    Receiver(celery_signals.task_received, outcomes.defer_untried),  # before `admit_received`
     Receiver(celery_signals.task_received, room.admit_received),
     Receiver(celery_signals.task_received, claim.note_claim),
     Receiver(celery_signals.task_received, startup.warn_if_unlocked),
@@ -116,10 +116,8 @@ def begin() -> None:
 
 
 def watch(app: Any) -> None:
-    """Adopt the tasks of an app that `redlock_tasks` names, and finish when it has finalized.
-
-    Source: celery.app.base: `_pending` has the app's own tasks, which no other app has shared.
-    """
+    """Adopt the tasks of an app that `redlock_tasks` names, and finish when it has finalized."""
+    # Source: celery.app.base: `_pending` has the app's own tasks, which no other app has shared
     if app not in _own_tasks:
         _own_tasks[app] = list(app._pending)
         startup.AdoptingRegistry.of(app)
@@ -155,10 +153,8 @@ def add_steps(worker: Any) -> None:
 
 
 def prepare_workers(app: Any) -> None:
-    """Prepare the workers of this process that run an app, if it locks tasks or has a wrong one.
-
-    Source: celery.worker.worker sends worker_init before it makes the blueprint out of the steps.
-    """
+    """Prepare the workers of this process that run an app, if it locks tasks or has a wrong one."""
+    # Source: celery.worker.worker sends worker_init before it makes the blueprint out of the steps
     workers = [one for one in celery_redlock_entry.workers if one.app is app and not one.blueprint]
     if not workers or not _concerns(app):
         return

@@ -11,27 +11,18 @@ import pytest
 
 # these wait for no machine, or a second run would hide that exclusion was broken
 NEVER = [
-    "tests/unit",
-    "tests/simulation",
-    "tests/test_architecture.py",
-    "tests/test_public_api.py",
-    "tests/contract/test_interleavings.py",
-    "tests/contract/test_paused_holder.py",
-    "tests/contract/test_real_faults.py",
-    "tests/contract/test_scripts.py",
-]
+    "tests/unit", "tests/simulation", "tests/test_architecture.py", "tests/test_public_api.py",
+    "tests/contract/test_interleavings.py", "tests/contract/test_paused_holder.py",
+    "tests/contract/test_real_faults.py", "tests/contract/test_scripts.py",
+]  # fmt: skip
 # these count bodies: they run again only if a wait was too long, never if a count was wrong
 IF_A_WAIT_ENDED = [
-    "tests/integration/test_exclusion.py",
-    "tests/integration/test_fencing.py",
-    "tests/integration/test_late_write.py",
-    "tests/integration/test_permits.py",
-    "tests/integration/test_second_deliveries.py",
-    "tests/integration/test_several_resources.py",
-    "tests/integration/test_twins.py",
-    "tests/integration/test_unique.py",
+    "tests/integration/test_exclusion.py", "tests/integration/test_fencing.py",
+    "tests/integration/test_late_write.py", "tests/integration/test_permits.py",
+    "tests/integration/test_second_deliveries.py", "tests/integration/test_several_resources.py",
+    "tests/integration/test_twins.py", "tests/integration/test_unique.py",
     "tests/integration/test_untried.py",
-]
+]  # fmt: skip
 WAIT_ENDED = ["not true within", "Timeout"]
 
 

@@ -404,17 +404,6 @@ def test_every_key_and_script_is_on_the_page_of_the_lock() -> None:
     assert [name for name in scripts if f"\n| `{name}` |" not in page] == []
 
 
-def test_every_log_line_on_the_page_is_written_by_the_package() -> None:
-    page = (ROOT / "docs" / "reference" / "log-messages.md").read_text(encoding="utf-8")
-    told = re.findall(r"^\| (?:INFO|WARNING|ERROR) \| `([^`]+)` \| `(\w+)` \|", page, re.MULTILINE)
-    sources = [ast.parse(path.read_text()) for path in (ROOT / "celery_redlock").rglob("*.py")]
-    texts = {n.value for tree in sources for n in ast.walk(tree) if isinstance(n, ast.Constant)}
-    assert len(told) > 10
-    for text, event in told:
-        assert text in texts, text
-        assert event in texts, event
-
-
 def test_the_tables_of_sizes_are_what_the_calculator_on_their_page_gives() -> None:
     page = ROOT / "docs" / "operations" / "sizing.md"
     module = types.ModuleType("sizing")

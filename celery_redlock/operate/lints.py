@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, TypeAlias
 
 from celery_redlock import anchors
 from celery_redlock.errors import SettingsError
@@ -40,6 +40,8 @@ logger = logging.getLogger(__name__)
 LEVELS = ERROR, WARNING, ADVICE = "error", "warning", "advice"
 DEFAULT_PREFETCH = 4  # Celery's default of worker_prefetch_multiplier
 _NAMED = 5  # the most tasks that one lint names
+# a locked task, and the options in force in the queue of its own routing
+TaskInQueue: TypeAlias = tuple[LockedTask, EffectiveOptions]
 _reported: weakref.WeakSet[Any] = weakref.WeakSet()  # apps whose worker has logged its lints
 
 
@@ -58,15 +60,6 @@ class Lint:
 
     def __str__(self) -> str:
         return f"{self.setting}={self.value}: {self.hint}"
-
-
-@dataclass(frozen=True)
-class TaskInQueue:
-    """A locked task, the queue of its own routing, and the options in force there."""
-
-    task: LockedTask
-    queue: str
-    options: EffectiveOptions
 
 
 def refuse_errors(app: Any) -> None:
@@ -100,10 +93,7 @@ def report_lints(sender: Any = None, **_: Any) -> None:
 
 
 def lint(app: Any) -> tuple[Lint, ...]:
-    """Return the lints of an app, errors first; each once, however many tasks it concerns.
-
-    Raises SettingsError for a setting that is wrong in itself.
-    """
+    """Return the lints of an app, errors first, each once; SettingsError for a wrong setting."""
     return tuple(sorted(dict.fromkeys(_all(app)), key=lambda one: LEVELS.index(one.level)))
 
 
@@ -167,12 +157,12 @@ def _all(app: Any) -> Iterator[Lint]:
             hint = f"every run of {task.name} there ends as FAILURE: {error.hint}"
             yield Lint(WARNING, f"{error.level}: {error.name}", error.value, hint)
         else:
-            tasks.append(TaskInQueue(task, queue, options))
-    for one in tasks:
-        yield from _names_as_templates(one)
-        yield from _times(one)
-        on_unreachable = one.options["on_unreachable"]
-        if on_unreachable.value == "run" and one.options["fencing"].value:
+            tasks.append((task, options))
+    for task, options in tasks:
+        yield from _names_as_templates(task, options)
+        yield from _times(task, options)
+        on_unreachable = options["on_unreachable"]
+        if on_unreachable.value == "run" and options["fencing"].value:
             hint = "a run without its lock has no fencing token: use 'defer' or 'fail'"
             yield Lint(WARNING, str(on_unreachable.source), "'run'", hint)
     yield from _shared_limits(tasks)
@@ -224,10 +214,8 @@ def _unknown_queues(patterns: Iterable[str], declared: Sequence[str], conf: Any)
 
 
 def _bounded_queues(app: Any) -> Iterator[Lint]:
-    """Give the queues of RabbitMQ that drop their oldest message for a new one if they are full.
-
-    Source: RabbitMQ, "Queue Length Limit": so they do by default. A policy is not seen here.
-    """
+    """Give the queues of RabbitMQ that drop their oldest message for a new one if they are full."""
+    # Source: RabbitMQ, "Queue Length Limit": so they do by default. A policy is not seen here
     for queue in app.amqp.queues.values() if driver_of(app) == "amqp" else ():
         given = queue.queue_arguments or {}
         limits = (queue.max_length, queue.max_length_bytes)
@@ -287,22 +275,22 @@ def _prefixes(app: Any) -> Iterator[Lint]:
     yield Lint(level, "app: redlock_prefix", repr(settings.prefix), hint)
 
 
-def _names_as_templates(one: TaskInQueue) -> Iterator[Lint]:
+def _names_as_templates(task: LockedTask, options: EffectiveOptions) -> Iterator[Lint]:
     """Give templates without braces that are the name of an argument."""
-    source = one.options["key"].source
+    source = options["key"].source
     args = "args".join(source.name.rsplit("key", 1))  # the same level's other option
-    for text in templates_of(one.options["key"].value):
-        if text in config_of(one.task).signature.parameters:
+    for text in templates_of(options["key"].value):
+        if text in config_of(task).signature.parameters:
             hint = (
-                f"is one lock for all arguments of {one.task.name}, which has an argument of that "
+                f"is one lock for all arguments of {task.name}, which has an argument of that "
                 f"name: did you mean {args}=[{text!r}] or {'{' + text + '}'!r}?"
             )
             yield Lint(WARNING, str(source), repr(text), hint)
 
 
-def _times(one: TaskInQueue) -> Iterator[Lint]:
+def _times(task: LockedTask, options: EffectiveOptions) -> Iterator[Lint]:
     """Give retries that wait for longer than the broker, and leases that end before the body."""
-    task, visibility = one.task, visibility_timeout(one.task.app.conf)
+    visibility = visibility_timeout(task.app.conf)
     after = task.default_retry_delay if getattr(task, "autoretry_for", ()) else None
     if visibility is not None and after is not None and after > visibility:
         hint = (
@@ -310,9 +298,9 @@ def _times(one: TaskInQueue) -> Iterator[Lint]:
             f"{visibility:g} s, is delivered twice: lower it, or raise visibility_timeout"
         )
         yield Lint(WARNING, f"task {task.name!r}: default_retry_delay", f"{after:g}", hint)
-    name, ttl, limit = task.name, one.options["ttl"].value, _time_limit(task)
-    source = str(one.options["renew"].source)
-    if one.options["renew"].value:
+    name, ttl, limit = task.name, options["ttl"].value, _time_limit(task)
+    source = str(options["renew"].source)
+    if options["renew"].value:
         return
     if limit is None:
         hint = (
@@ -331,10 +319,10 @@ def _times(one: TaskInQueue) -> Iterator[Lint]:
 def _shared_limits(tasks: Sequence[TaskInQueue]) -> Iterator[Lint]:
     """Give tasks with different limits that may lock the same resource."""
     sharing: dict[str, dict[int, list[str]]] = {}
-    for one in tasks:
-        config, limit = config_of(one.task), one.options["limit"].value
-        for shape in dict.fromkeys(config.shapes(config.options_for(one.queue), one.queue)):
-            sharing.setdefault(shape, {}).setdefault(limit, []).append(one.task.name)
+    for task, options in tasks:
+        config, limit, queue = config_of(task), options["limit"].value, options.queue
+        for shape in dict.fromkeys(config.shapes(config.options_for(queue), queue)):
+            sharing.setdefault(shape, {}).setdefault(limit, []).append(task.name)
     for shape, by_limit in sharing.items():
         if len(by_limit) > 1:
             of_each = "; ".join(f"limit={n}: {_listed(names)}" for n, names in by_limit.items())
@@ -366,18 +354,20 @@ def _memory(app: Any, tasks: Sequence[TaskInQueue]) -> Iterator[Lint]:
     Source: celery.worker.consumer.tasks: with any quorum queue the prefetch is each consumer's own,
     and is not raised for messages that wait; from a direct exchange RabbitMQ does not delay them.
     """
-    deferred = [one for one in tasks if one.options["on_conflict"].value not in ("skip", "fail")]
+    deferred = [
+        options for _, options in tasks if options["on_conflict"].value not in ("skip", "fail")
+    ]
     prefetch = app.conf.worker_prefetch_multiplier
     if prefetch == 0 and deferred:
         hint = (
-            f"{_listed([one.task.name for one in deferred])}: a worker fetches its whole queue, "
+            f"{_listed([options.task for options in deferred])}: a worker fetches its whole queue, "
             "and all messages that wait for their locks stay in its memory: set 1 or more"
         )
         yield Lint(WARNING, "app: worker_prefetch_multiplier", "0", hint)
     if not (0 < prefetch <= DEFAULT_PREFETCH and has_quorum_queues(app)):
         return
     for queue in app.amqp.queues.values():
-        names = [one.task.name for one in deferred if one.queue == queue.name]
+        names = [options.task for options in deferred if options.queue == queue.name]
         if names and queue.exchange.type == "direct":
             hint = (
                 f"{_listed(names)}: if RabbitMQ has a quorum queue, deferred messages fill a "

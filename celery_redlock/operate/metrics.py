@@ -213,14 +213,11 @@ class Exporter:
         self.stack.callback(self._metrics.close)
 
     def serve(self, consumer: Any) -> None:
-        """Begin to answer scrapes, after the pool has forked: no fork may copy the server's thread.
-
-        A second call does nothing: a consumer that reconnects to its broker is ready again.
-        """
+        """Answer scrapes from now on, after the forks: none may copy the server's thread."""
         from prometheus_client import start_http_server
         from prometheus_client.multiprocess import MultiProcessCollector
 
-        if self._is_serving:
+        if self._is_serving:  # a consumer that reconnects to its broker is ready again
             return
         self._is_serving = True
         app = consumer.app
@@ -248,13 +245,10 @@ _exporter: Exporter | None = None  # in a worker's main process
 
 
 def prepare_metrics(sender: Any = None, **_: Any) -> None:
-    """Count from now on if `redlock_metrics` is set; called before the pool forks.
-
-    A lint reports a missing prometheus_client: there is no log yet in which an error raised here
-    could be seen.
-    """
+    """Count from now on if `redlock_metrics` is set; called before the pool forks."""
     global _exporter
     address = settings_of(sender.app).metrics
+    # a lint reports a missing library: there is no log yet in which an error would be seen
     if address is not None and _exporter is None and find_spec("prometheus_client"):
         _exporter = Exporter(address, forks=forks_children(sender))
 

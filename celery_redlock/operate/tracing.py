@@ -45,10 +45,8 @@ def connect_if_recording() -> None:
 
 
 def connect_at_first_run(**_: Any) -> None:
-    """Look before the first run of a process, when its receivers of worker_process_init have run.
-
-    Source: OpenTelemetry's instrumentation of Celery begins in a receiver of worker_process_init.
-    """
+    """Look before the first run of a process, after the receivers of worker_process_init."""
+    # Source: OpenTelemetry's instrumentation of Celery begins in one of these
     task_prerun.disconnect(connect_at_first_run)
     connect_if_recording()
 

@@ -187,17 +187,13 @@ def _is_ending(error: BaseException | None) -> bool:
 class GreenletInterrupter(Interrupter):
     """For a greenlet: its hub throws into it, so nothing runs between the look and the throw.
 
-    A body that never yields to the hub cannot be interrupted. call_in_hub: calls a function in the
-    hub, from any thread. spawn: starts a greenlet, in the hub.
+    A body that never yields to the hub cannot be interrupted.
     """
 
-    def __init__(
-        self,
-        greenlet: Any,
-        call_in_hub: Callable[..., object],
-        spawn: Callable[[Callable[[], object]], object],
-    ) -> None:
-        self._greenlet, self._call_in_hub, self._spawn = greenlet, call_in_hub, spawn
+    def __init__(self, gevent: Any) -> None:
+        self._greenlet, self._spawn = gevent.getcurrent(), gevent.spawn
+        # may be called by any thread
+        self._call_in_hub = gevent.get_hub().loop.run_callback_threadsafe
 
     def interrupt(self, body: MonitoredBody) -> bool:
         """Let the hub look at the stack, and throw."""
@@ -218,9 +214,7 @@ class GreenletInterrupter(Interrupter):
 def current_interrupter() -> Interrupter:
     monkey = sys.modules.get("gevent.monkey")
     if monkey is not None and monkey.is_module_patched("threading"):
-        gevent = sys.modules["gevent"]
-        call = gevent.get_hub().loop.run_callback_threadsafe
-        return GreenletInterrupter(gevent.getcurrent(), call, gevent.spawn)
+        return GreenletInterrupter(sys.modules["gevent"])
     is_main = threading.get_ident() == threading.main_thread().ident
     return _main_thread if is_main and _main_thread.is_ready() else _any_thread
 

@@ -7,6 +7,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+from celery.utils.functional import noop
+
 from celery_redlock.lock.client import Redlock
 from celery_redlock.tasks.settings.app import AppSettings
 from celery_redlock.tasks.settings.levels import find_nodes, read_app
@@ -23,13 +25,9 @@ _making = threading.RLock()  # a finalizer or a signal handler may interrupt the
 _is_worker = False
 
 
-def _ignore(app: Any) -> None:
-    """Do nothing: no module has asked to be told."""
-
-
 # Called with the app of each locked task that is bound. The module `wiring` sets it, for it knows
 # all that a process needs for its first locked task, and is above the class of these tasks.
-on_locked_task: Callable[[Any], object] = _ignore
+on_locked_task: Callable[[Any], object] = noop
 
 
 def settings_of(app: Any) -> AppSettings:
@@ -90,9 +88,9 @@ def note_worker(**_: Any) -> None:
 def leave_redlock(app: Any) -> None:
     """Let an app's `Redlock` close itself, since its last worker in this process has ended.
 
-    Only if the process goes on, as that of a test does: there a worker has a thread of its own. A
-    `Redlock` that holds a lock stays. The next call of `redlock_of` makes another one.
+    Only if the process goes on, as that of a test does. A `Redlock` that holds a lock stays.
     """
+    # in such a process a worker has a thread of its own
     redlock = _redlocks.get(app)
     if redlock is None or threading.current_thread() is threading.main_thread():
         return

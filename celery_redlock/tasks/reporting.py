@@ -282,25 +282,22 @@ class StateReporter:
         self._send("task-revoked", **fields)
         task_revoked.send(self._task, request=self._request, **fields)
 
+    def message_lost(self, error: Exception) -> None:
+        self._attempt(functools.partial(self._mark_as_failure, error))
+
     def _store_revoked(self, reason: str) -> None:
         """Store REVOKED, so that all that wait for the task learn of it.
 
         Source: celery.backends.base: mark_as_revoked leaves out what is chained after the task, and
         a chord behind it would wait for ever; mark_as_failure reports to all of it.
         """
-        self._task.backend.mark_as_failure(
-            self._request.id,
-            TaskRevokedError(reason),
-            request=self._request,
-            store_result=self.stores_errors,
-            call_errbacks=False,
-            state=states.REVOKED,
-        )
+        error = TaskRevokedError(reason)
+        self._mark_as_failure(error, call_errbacks=False, state=states.REVOKED)
 
-    def message_lost(self, error: Exception) -> None:
-        request, store = self._request, self.stores_errors
+    def _mark_as_failure(self, error: Exception, **how: Any) -> None:
+        request, store_result = self._request, self.stores_errors
         mark = self._task.backend.mark_as_failure
-        self._attempt(lambda: mark(request.id, error, request=request, store_result=store))
+        mark(request.id, error, request=request, store_result=store_result, **how)
 
     def lock_lost(self, lost: LockLost) -> None:
         """Send task-lock-lost, in whatever thread or greenlet this is called."""

@@ -249,34 +249,30 @@ def report_nodes(sender: Any = None, **_: Any) -> None:
 
 def _log_report(report: NodeReport) -> None:
     """Log in one line which nodes answer, and which wait before they grant a lock."""
+    of_them, needed = f"of {report.nodes} lock nodes", f", {report.quorum} needed"
+    failing = f"; failing: {'; '.join(report.failing)}" if report.failing else ""
+    left = math.ceil(max(report.silent.values(), default=0.0))
+    if not report.silent:
+        text = f"{report.voting} {of_them} answer{needed}{failing}"
+    elif failing or report.voting >= report.quorum:
+        waiting = f"new or restarted nodes wait {left} s: {', '.join(report.silent)}"
+        text = f"{report.voting} {of_them} may grant locks{needed} ({waiting}){failing}"
+    else:
+        text = (
+            f"{report.voting} {of_them} may grant locks yet (new or restarted nodes wait {left} "
+            "s). To skip the wait on a new cluster: celery -A APP redlock trust --all"
+        )
     level = logging.WARNING
     if report.voting == report.nodes:
         level = logging.INFO
     elif report.voting < report.quorum and report.failing:
-        level = logging.ERROR  # without a failing node the wait ends by itself
+        # without a failing node the wait ends by itself
+        level, text = logging.ERROR, anchors.see(text, anchors.NO_QUORUM)
     fields = {
         "event": "nodes_answer", "answering": report.answering, "voting": report.voting,
         "nodes": report.nodes, "quorum": report.quorum,
     }  # fmt: skip
-    text = _report_as_text(report)
-    if level == logging.ERROR:
-        text = anchors.see(text, anchors.NO_QUORUM)
     logger.log(level, "%s", text, extra=fields)
-
-
-def _report_as_text(report: NodeReport) -> str:
-    of_them, needed = f"of {report.nodes} lock nodes", f", {report.quorum} needed"
-    failing = f"; failing: {'; '.join(report.failing)}" if report.failing else ""
-    if not report.silent:
-        return f"{report.voting} {of_them} answer{needed}{failing}"
-    left = math.ceil(max(report.silent.values()))
-    if failing or report.voting >= report.quorum:
-        waiting = f"new or restarted nodes wait {left} s: {', '.join(report.silent)}"
-        return f"{report.voting} {of_them} may grant locks{needed} ({waiting}){failing}"
-    return (
-        f"{report.voting} {of_them} may grant locks yet (new or restarted nodes wait {left} s). "
-        "To skip the wait on a new cluster: celery -A APP redlock trust --all"
-    )
 
 
 def warn_if_unlocked(request: Any = None, **_: Any) -> None:

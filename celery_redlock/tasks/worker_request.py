@@ -1,15 +1,15 @@
 """A message in the worker's main process, where Celery ends runs that the process cannot see.
 
 Celery decides three things there with too little knowledge:
-- A message that has expired or was revoked counts as one that has not run, and gets REVOKED. If the
-  message was delivered before, only the nodes know whether it has run.
+- An expired or revoked message counts as one that has not run, and gets REVOKED. If it was
+  delivered before, only the nodes know whether it has run.
 - The message of a run that Celery kills, at a hard time limit or for `revoke`, is acknowledged. The
-  child sees a signal only, the same as at a shutdown that hands the message back.
+  child sees a signal only, as at a shutdown that hands the message back.
 - If a hard time limit passes while a cold shutdown waits for the pool, the message is acknowledged,
   and no state is stored.
 
 And Celery acknowledges the message of a run that was refused its lock. If the task acknowledges
-late, the message is kept instead, and waits in the worker's waiting room.
+late, it is kept instead, and waits in the worker's waiting room.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from celery_redlock.tasks.delivery.republish import publish
 from celery_redlock.tasks.delivery.route import CAME_BACK, QUEUE
 from celery_redlock.tasks.execution.outcomes import Deferred
 from celery_redlock.tasks.reporting import StateReporter
-from celery_redlock.tasks.waiting.room import rooms_of, thread_of
+from celery_redlock.tasks.waiting.room import rooms_of
 
 logger = logging.getLogger(__name__)
 
@@ -149,7 +149,8 @@ class Request(celery.worker.request.Request):
         state.task_ready(self)
         how = {"terminated": terminated, "signum": signum, "expired": expired}
         self.send_event("task-revoked", **how)
-        reporter = StateReporter(self.task, self._context, self.send_event, thread_of(self.app))
+        thread = next((room.states for room in rooms_of(self.app)), None)
+        reporter = StateReporter(self.task, self._context, self.send_event, thread)
         reporter.revoked_untried(reason, store_result=self.store_errors)
         self.acknowledge()
         self._already_revoked = True

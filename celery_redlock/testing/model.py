@@ -73,10 +73,7 @@ def digest_of(script: Script) -> bytes:
 
 
 def library(texts: Mapping[Script, bytes] | None = None) -> Scripts:
-    """Return the names and the Lua functions of the shipped scripts, by digest.
-
-    texts: replacements for some scripts, which run under the shipped digests.
-    """
+    """Return the shipped scripts. texts: replacements, which run under the shipped digests."""
     changed, compiled = texts or {}, engine().compiled
     return {
         digest_of(script): (script.name, compiled(changed.get(script, script.source)))

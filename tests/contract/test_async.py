@@ -159,11 +159,10 @@ class TestOneTask:
 
         run(body)
 
-    def test_keeps_it_beyond_its_ttl(self, brisk_redlock: Redlock) -> None:
+    def test_has_it_renewed(self, brisk_redlock: Redlock) -> None:
         async def body() -> None:
             async with brisk_redlock.lock("r", ttl=TTL) as lock:
-                for _ in range(4):
-                    await asyncio.to_thread(see_renewal, lock)
+                await asyncio.to_thread(see_renewal, lock)
                 lock.ensure()
 
         run(body)

@@ -30,6 +30,8 @@ from tests.conftest import (
 from tests.contract.proxy import BOTH_WAYS, FAIR, Proxy, Weather, proxies
 
 KEY = "{redlock}:lock:r"
+# an address, the two servers that it leads to in turn, and all URLs
+Servers = tuple[Proxy, EmbeddedNode, EmbeddedNode, list[str]]
 RUN, QUIET = guard_keys("redlock")
 FENCE = fence_key("redlock")
 
@@ -152,7 +154,7 @@ class TestAnotherServerUnderTheAddress:
     TTL = 6.0  # of all locks here: nothing renews them
 
     @pytest.fixture
-    def servers(self) -> Iterator[tuple[Proxy, EmbeddedNode, EmbeddedNode, list[str]]]:
+    def servers(self) -> Iterator[Servers]:
         """Give the address of node 0, its server, another server, and the URLs of three nodes."""
         with embedded_nodes(4) as (old, new, *others), proxies([old]) as (address,):
             urls = [address.url, *(node.url for node in others)]
@@ -184,7 +186,7 @@ class TestAnotherServerUnderTheAddress:
 
     @pytest.mark.slow
     def test_a_client_that_saw_neither_server_does_not_believe_the_first_one(
-        self, servers: tuple[Proxy, EmbeddedNode, EmbeddedNode, list[str]]
+        self, servers: Servers
     ) -> None:
         address, old, new, urls = servers
         with self.over(urls) as earlier, self.lock(earlier):
@@ -197,7 +199,7 @@ class TestAnotherServerUnderTheAddress:
 
     @pytest.mark.slow
     def test_a_client_that_saw_both_servers_does_not_believe_the_first_one(
-        self, servers: tuple[Proxy, EmbeddedNode, EmbeddedNode, list[str]]
+        self, servers: Servers
     ) -> None:
         address, old, new, urls = servers
         with self.over(urls) as redlock:
@@ -211,7 +213,7 @@ class TestAnotherServerUnderTheAddress:
 
     @pytest.mark.slow
     def test_a_client_that_stayed_connected_to_the_first_server_leaves_it(
-        self, servers: tuple[Proxy, EmbeddedNode, EmbeddedNode, list[str]]
+        self, servers: Servers
     ) -> None:
         address, _, new, urls = servers
         with self.over(urls) as late, self.over(urls) as redlock:
@@ -223,7 +225,7 @@ class TestAnotherServerUnderTheAddress:
 
     @pytest.mark.slow
     def test_a_server_that_could_note_nothing_when_it_was_connected_is_noted_later(
-        self, servers: tuple[Proxy, EmbeddedNode, EmbeddedNode, list[str]]
+        self, servers: Servers
     ) -> None:
         address, old, new, urls = servers
         with self.over(urls) as earlier, self.lock(earlier):
@@ -241,9 +243,7 @@ class TestAnotherServerUnderTheAddress:
             self.assert_second_fails(lock, late)
 
     @pytest.mark.slow
-    def test_the_first_server_votes_again_after_its_silence(
-        self, servers: tuple[Proxy, EmbeddedNode, EmbeddedNode, list[str]]
-    ) -> None:
+    def test_the_first_server_votes_again_after_its_silence(self, servers: Servers) -> None:
         address, old, new, urls = servers
         for server in (new, old):
             address.lead_to(server)
@@ -254,9 +254,7 @@ class TestAnotherServerUnderTheAddress:
             assert lock.held
             assert not old.client().exists(QUIET)
 
-    def test_trust_lets_the_first_server_vote_at_once(
-        self, servers: tuple[Proxy, EmbeddedNode, EmbeddedNode, list[str]]
-    ) -> None:
+    def test_trust_lets_the_first_server_vote_at_once(self, servers: Servers) -> None:
         address, old, new, urls = servers
         for server in (new, old):
             address.lead_to(server)
@@ -271,9 +269,7 @@ class TestAnotherServerUnderTheAddress:
             with self.lock(redlock) as lock:
                 assert lock.held
 
-    def test_further_clients_and_their_restarts_silence_nobody(
-        self, servers: tuple[Proxy, EmbeddedNode, EmbeddedNode, list[str]]
-    ) -> None:
+    def test_further_clients_and_their_restarts_silence_nobody(self, servers: Servers) -> None:
         *_, urls = servers
         nodes = [Redis.from_url(url) for url in urls]
         for order in itertools.permutations(urls):

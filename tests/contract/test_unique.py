@@ -37,6 +37,7 @@ NAME = "shop.settle:7"
 KEY = "{redlock}:unique:" + NAME
 LONG, SHORT = 500.0, 2.0  # s: windows that outlive a test, and that do not
 LATE = 60.0  # s: for which a message may come after its window
+MakeSender = Callable[..., "Sender"]
 _ids = map(str, itertools.count(1))
 
 
@@ -94,7 +95,7 @@ def sender(redlock: Redlock) -> Sender:
 
 
 @pytest.fixture
-def make_sender() -> Iterator[Callable[..., Sender]]:
+def make_sender() -> Iterator[MakeSender]:
     """Give a function that makes one more sending process over some nodes."""
     made, published = [], {}
 
@@ -303,7 +304,7 @@ class TestSendersThatDie:
         assert not sender.published
 
     def test_a_send_whose_claim_expires_before_it_is_published_says_so(
-        self, make_sender: Callable[..., Sender], nodes: Nodes, caplog: pytest.LogCaptureFixture
+        self, make_sender: MakeSender, nodes: Nodes, caplog: pytest.LogCaptureFixture
     ) -> None:
         redlock = make_sender(nodes, node_timeout=1.0).redlock
 
@@ -320,7 +321,7 @@ class TestSendersThatDie:
 
 class TestManySenders:
     def test_of_many_at_once_one_is_sent_and_the_others_learn_its_id(
-        self, nodes: Nodes, make_sender: Callable[..., Sender]
+        self, nodes: Nodes, make_sender: MakeSender
     ) -> None:
         senders = [make_sender(nodes) for _ in range(8)]
         for each in senders:
@@ -334,7 +335,7 @@ class TestManySenders:
             senders[0].end(found[0])
 
     def test_of_many_that_replace_each_other_one_at_least_is_not_superseded(
-        self, nodes: Nodes, make_sender: Callable[..., Sender]
+        self, nodes: Nodes, make_sender: MakeSender
     ) -> None:
         senders = [make_sender(nodes) for _ in range(6)]
         for each in senders:
@@ -451,7 +452,7 @@ class TestReplace:
 
 class TestFaults:
     def test_with_a_node_down_it_is_as_with_all(
-        self, mortal_nodes: Nodes, make_sender: Callable[..., Sender]
+        self, mortal_nodes: Nodes, make_sender: MakeSender
     ) -> None:
         sender = make_sender(mortal_nodes)
         mortal_nodes[2].kill()
@@ -462,7 +463,7 @@ class TestFaults:
 
     @pytest.mark.slow
     def test_a_node_that_was_away_at_the_end_of_a_window_is_told_once_it_is_back(
-        self, nodes: Nodes, make_sender: Callable[..., Sender]
+        self, nodes: Nodes, make_sender: MakeSender
     ) -> None:
         with proxies(nodes) as made:
             sender = make_sender(made, NODE_TIMEOUT)
@@ -480,7 +481,7 @@ class TestFaults:
 
     @pytest.mark.slow
     def test_a_quorum_that_was_away_at_the_end_of_a_window_is_told_however_late(
-        self, nodes: Nodes, make_sender: Callable[..., Sender],
+        self, nodes: Nodes, make_sender: MakeSender,
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:  # fmt: skip
         monkeypatch.setattr(rounds, "DELIVER_FOR", 0.1)
@@ -501,7 +502,7 @@ class TestFaults:
             sender.redlock.close()
 
     def test_a_body_begins_once_a_quorum_has_heard_that_its_window_is_over(
-        self, nodes: Nodes, make_sender: Callable[..., Sender]
+        self, nodes: Nodes, make_sender: MakeSender
     ) -> None:
         with proxies(nodes) as made:
             sender = make_sender(made)
@@ -514,7 +515,7 @@ class TestFaults:
             sender.redlock.close()
 
     def test_a_node_that_refuses_to_end_a_window_is_told_again(
-        self, mortal_nodes: Nodes, make_sender: Callable[..., Sender],
+        self, mortal_nodes: Nodes, make_sender: MakeSender,
         caplog: pytest.LogCaptureFixture,
     ) -> None:  # fmt: skip
         sender = make_sender(mortal_nodes, NODE_TIMEOUT)
@@ -530,7 +531,7 @@ class TestFaults:
         eventually(lambda: values(mortal_nodes) == [None] * 3)
 
     def test_what_a_node_hears_of_a_send_after_the_end_of_its_run_leaves_nothing(
-        self, nodes: Nodes, make_sender: Callable[..., Sender]
+        self, nodes: Nodes, make_sender: MakeSender
     ) -> None:
         with proxies(nodes) as made:
             sender, worker = make_sender(made), make_sender(nodes)
@@ -548,7 +549,7 @@ class TestFaults:
             sender.redlock.close()
 
     def test_without_a_quorum_it_is_sent_with_a_warning_and_leaves_nothing(
-        self, mortal_nodes: Nodes, make_sender: Callable[..., Sender],
+        self, mortal_nodes: Nodes, make_sender: MakeSender,
         caplog: pytest.LogCaptureFixture,
     ) -> None:  # fmt: skip
         sender = make_sender(mortal_nodes, NODE_TIMEOUT)
@@ -563,7 +564,7 @@ class TestFaults:
         assert is_sent(values(mortal_nodes[:1])[0], first)  # the window of the first one stays
 
     def test_without_a_quorum_it_is_refused_where_that_is_asked_for(
-        self, mortal_nodes: Nodes, make_sender: Callable[..., Sender]
+        self, mortal_nodes: Nodes, make_sender: MakeSender
     ) -> None:
         sender = make_sender(mortal_nodes, NODE_TIMEOUT)
         for node in mortal_nodes[1:]:
@@ -597,7 +598,7 @@ class TestFaults:
         assert list(sender.published) == [first, second]
 
     def test_nodes_that_name_different_sends_drop_nothing(
-        self, mortal_nodes: Nodes, make_sender: Callable[..., Sender],
+        self, mortal_nodes: Nodes, make_sender: MakeSender,
         caplog: pytest.LogCaptureFixture,
     ) -> None:  # fmt: skip
         sender = make_sender(mortal_nodes, NODE_TIMEOUT)

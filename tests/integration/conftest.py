@@ -272,13 +272,10 @@ def set_stage(
     log = folder / "lines"
     log.touch()
     env = {
-        "TEST_BROKER": amqp or broker.url,
-        "TEST_BACKEND": broker.url,
-        "TEST_QUEUES": queues,
-        "TEST_NODES": ",".join(node.url for node in nodes),
-        "TEST_LOG": str(log),
+        "TEST_BROKER": amqp or broker.url, "TEST_BACKEND": broker.url, "TEST_QUEUES": queues,
+        "TEST_NODES": ",".join(node.url for node in nodes), "TEST_LOG": str(log),
         "TEST_CONF": json.dumps({"redlock_node_timeout": NODE_TIMEOUT, **conf}),
-    }
+    }  # fmt: skip
     patch = stack.enter_context(pytest.MonkeyPatch.context())
     for name, value in env.items():
         patch.setenv(name, value)

@@ -150,12 +150,9 @@ def to_be_awaited(order: int) -> Any:
 
 
 RETURNED = {
-    "decorated": passing_on(settle),
-    "plain": to_be_settled,
-    "decorated generator": passing_on(stream),
-    "of old": of_old,
-    "awaitable": to_be_awaited,
-}
+    "decorated": passing_on(settle), "plain": to_be_settled,
+    "decorated generator": passing_on(stream), "of old": of_old, "awaitable": to_be_awaited,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("way", RETURNED)

@@ -17,6 +17,7 @@ import termios
 import time
 import uuid
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,13 @@ def command(*words: str, says: str | None = None) -> Result:
     """Run `celery redlock` in this process as Celery's command line does; says: at a prompt."""
     line = ["-A", "tests.integration.app", "redlock", *words]
     return CliRunner().invoke(celery, line, input=says)
+
+
+def run_celery(app: str, folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """Run `celery redlock` as a person does; app: "" if it is not named."""
+    named = ["-A", app] if app else []
+    line = [sys.executable, "-m", "celery", *named, "redlock", *words]
+    return subprocess.run(line, cwd=folder, capture_output=True, text=True, check=False)
 
 
 def in_json(*words: str) -> Any:
@@ -119,17 +127,14 @@ def test_each_command_says_in_one_line_what_is_wrong_with_the_settings(
 
 
 def test_who_forgets_to_name_the_app_is_told(tmp_path: Path) -> None:
-    line = [sys.executable, "-m", "celery", "redlock", "locks"]
-    told = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, check=False)
+    told = run_celery("", tmp_path, "locks")
     assert told.returncode == 1
     assert told.stderr.startswith("Error: app: redlock_nodes=None: ")
     assert told.stderr.endswith("No app is named: celery -A shop redlock ...\n")
 
 
 def test_rules_are_shown_with_where_each_was_set(stage: Stage) -> None:
-    line = "-m celery -A tests.integration.app redlock options --queue other"
-    run = [sys.executable, *line.split(), WORK]
-    table = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, check=False)
+    table = run_celery("tests.integration.app", ROOT, "options", "--queue", "other", WORK)
     assert (table.returncode, table.stderr) == (0, "")
     first, *rows = table.stdout.splitlines()
     assert first == f"{WORK} in queue other"
@@ -188,8 +193,7 @@ def test_the_doctor_says_what_is_wrong_and_which_nodes_vote(
 def test_the_doctor_finds_no_problem_where_there_is_none(nodes: Nodes, tmp_path: Path) -> None:
     url = nodes[0].url
     (tmp_path / "plain.py").write_text(f"from celery import Celery\napp = Celery(broker={url!r})")
-    line = [sys.executable, "-m", "celery", "-A", "plain", "redlock", "doctor"]
-    told = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, check=False)
+    told = run_celery("plain", tmp_path, "doctor")
     assert told.returncode == 0, told.stderr
     assert told.stdout.splitlines() == [
         "1 of 1 nodes vote, 1 needed",
@@ -668,15 +672,11 @@ def test_without_a_quorum_no_command_says_that_no_lock_is_held(
 @pytest.mark.parametrize(
     "line",
     [
-        "show|",
-        "break|",
-        "options|",
-        f"options|{WORK}|--queue|",
-        "top|--count|0",
+        "show|", "break|", "options|", f"options|{WORK}|--queue|", "top|--count|0",
         "break|k|--permit|-1",
     ]
     + [f"top|--interval|{text}" for text in ("nan", "0", "-1", "inf")],
-)
+)  # fmt: skip
 def test_a_word_that_means_nothing_is_refused_with_a_sentence(stage: Stage, line: str) -> None:
     told = command(*line.split("|"))
     assert told.exit_code == 2
@@ -686,10 +686,7 @@ def test_a_word_that_means_nothing_is_refused_with_a_sentence(stage: Stage, line
 def test_a_broker_that_is_silent_ends_no_command_and_hides_no_break(
     nodes: Nodes, tmp_path: Path
 ) -> None:
-    def told(*words: str) -> subprocess.CompletedProcess[str]:
-        line = [sys.executable, "-m", "celery", "-A", "quiet", "redlock", *words]
-        return subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, check=False)
-
+    told = partial(run_celery, "quiet", tmp_path)
     for node in nodes:
         node.client().set(lock_key("redlock", "k"), "token:1:somebody", px=600_000)
     with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -780,7 +777,6 @@ def test_without_a_result_backend_a_task_is_shown_from_what_nodes_and_workers_kn
     code = f"from celery import Celery\napp = Celery(broker={nodes[0].url!r})\n"
     (tmp_path / "bare.py").write_text(code)
     for name, found in ((task_id, "stock:1"), (str(uuid.uuid4()), "No lock stands on")):
-        line = [sys.executable, "-m", "celery", "-A", "bare", "redlock", "show", name]
-        told = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, check=False)
+        told = run_celery("bare", tmp_path, "show", name)
         assert (told.returncode, told.stderr) == (0, "")
         assert found in told.stdout

@@ -19,20 +19,13 @@ PREFIX = "{redlock}"
 MOST_MEMORY = 64_000_000  # bytes that the main process may grow by
 HUGE, DIGITS = "x" * 1_000_000, "9" * 400
 TEXTS: dict[str, str | bytes] = {
-    "empty": "",
-    "a word": "forged",
-    "a negative number": "-1",
-    "the last number of Lua": str(2**53),
-    "a float": "1e308",
-    "not a number": "nan",
-    "400 digits": DIGITS,
-    "5000 digits": "9" * 5000,
-    "a number and a word": f"{2**53} forged",
+    "empty": "", "a word": "forged", "a negative number": "-1",
+    "the last number of Lua": str(2**53), "a float": "1e308", "not a number": "nan",
+    "400 digits": DIGITS, "5000 digits": "9" * 5000, "a number and a word": f"{2**53} forged",
     "400 digits and a word": f"{DIGITS} forged",
-    "a lock's value": f"token:{DIGITS}:forged\nline \x1b[31m",
-    "bytes": b"\xff\x00\xfe",
+    "a lock's value": f"token:{DIGITS}:forged\nline \x1b[31m", "bytes": b"\xff\x00\xfe",
     "a MB": HUGE,
-}
+}  # fmt: skip
 OTHER_TYPES: dict[str, tuple[Any, ...]] = {
     "a list": ("RPUSH", "forged", DIGITS),
     "a hash": ("HSET", "forged", DIGITS),

@@ -1,4 +1,4 @@
-"""What a worker refuses at its start, and what it says of shared tasks that it cannot lock."""
+"""What a worker refuses at its start: tasks that it would not lock, and the eventlet pool."""
 
 from __future__ import annotations
 
@@ -49,6 +49,17 @@ except Exception:
     print("swallowed")
 """
 NODES = 'app.conf.redlock_nodes = ["redis://127.0.0.1:1"]\n'
+UNLOCKED = OWN.replace("LockedTask)", "LockedTask, lock_key=False)")
+OWN_POOL = """
+from celery.concurrency.eventlet import TaskPool
+class OwnPool(TaskPool): ...
+app.conf.worker_pool = OwnPool
+"""
+PATCHED = """
+import eventlet; eventlet.monkey_patch()
+from celery_redlock import Redlock
+Redlock(["redis://127.0.0.1:1"])
+"""
 NO_CONSUMER = """
 from celery.worker.consumer import Consumer
 del Consumer._limit_task
@@ -141,3 +152,40 @@ def test_a_worker_with_locked_tasks_says_once_that_celery_is_newer_than_what_was
     done = celery(tmp_path, NEWER + app, "worker", "--pool=solo", "--loglevel=WARNING")
     assert "ready" in done.stderr
     assert done.stderr.count("Celery 99.0.0rc1 is newer than 5.7") == count, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("app", "pool"),
+    [(NODES + OWN, ("-P", "eventlet")), (NODES + OWN + OWN_POOL, ())],
+    ids=["by name", "a class made of it"],
+)
+def test_a_worker_of_eventlet_with_locked_tasks_does_not_start(
+    tmp_path: Path, app: str, pool: tuple[str, ...]
+) -> None:
+    ended = celery(tmp_path, app, "worker", "-c", "1", *pool)
+    assert ended.returncode not in (0, None)
+    assert "] ready" not in ended.stderr
+    said = ended.stderr.rstrip().splitlines()[-1]
+    assert "worker: worker_pool=eventlet: eventlet cannot run locked tasks" in said
+    assert "shop.take" in said
+    assert "-P gevent" in said
+
+
+@pytest.mark.parametrize(
+    ("app", "pool"), [("", "eventlet"), (NODES + UNLOCKED, "eventlet"), (NODES + OWN, "gevent")]
+)
+def test_a_worker_of_greenlets_that_may_lock_or_has_nothing_to_lock_starts(
+    tmp_path: Path, app: str, pool: str
+) -> None:
+    ended = celery(tmp_path, app, "worker", "-c", "1", "-P", pool)
+    assert "] ready" in ended.stderr, ended.stderr
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_a_redlock_is_refused_in_a_process_that_eventlet_has_patched() -> None:
+    command = [sys.executable, "-W", "ignore", "-c", PATCHED]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    said = ended.stderr.rstrip().splitlines()[-1]
+    assert ended.returncode == 1
+    assert "SettingsError: Redlock: monkey_patch=eventlet:" in said
+    assert "gevent" in said

@@ -6,7 +6,6 @@ after that, and must wait at once, in the memory of the worker's main process.
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -17,7 +16,7 @@ import pytest
 
 from celery_redlock.testing import EmbeddedNode, WorkerProcess
 from tests.conftest import Nodes, eventually
-from tests.integration.conftest import MakeStage, Stage, overlaps, set_stage, slow_but
+from tests.integration.conftest import Stage, overlaps, set_stage, slow_but
 from tests.integration.deliveries import heard, messages_of, see_drained
 
 POOLS = ("prefork", "threads", "solo", "gevent")
@@ -122,39 +121,6 @@ def test_a_worker_that_is_killed_loses_no_message_that_waits(stage: Stage, name:
         second = stage.worker("w2")
         eventually(lambda: all(f"{result.id}] received" in second.output() for result in results))
     see_each_run_once(stage, "k", results)
-
-
-def test_messages_that_wait_use_up_no_token_of_their_tasks_rate(
-    make_stage: MakeStage, nodes: Nodes
-) -> None:
-    """Messages of free keys run at the rate of plain Celery, and the others once they may."""
-    rate = 20  # per second
-    stage = make_stage(nodes, worker_prefetch_multiplier=50)
-    stage.log.with_name("signals").touch()
-    worker, where = stage.worker(concurrency=2), stage.see_listening()
-    limited, plain = stage.tasks.work, stage.tasks.add
-    for task in (limited, plain):
-        stage.app.control.rate_limit(task.name, f"{rate}/s", destination=where, reply=True)
-
-    def seconds(*results: Any) -> float:
-        began = time.monotonic()
-        for result in results:
-            result.get(timeout=120)
-        return time.monotonic() - began
-
-    usual = seconds(*(plain.delay() for _ in range(rate)))
-    with limited.lock_for("held", wait=60):
-        held = wait_behind(stage, worker, limited, "held", 3 * rate)
-        assert seconds(*(limited.delay(f"free{n}") for n in range(rate))) < 2 * usual
-        assert refusals(stage, worker, "held")["run"] == 1
-    see_each_run_once(stage, "held", held)
-    begun_at = sorted(line.at for line in stage.lines("begin"))
-    assert begun_at[-1] - begun_at[0] >= (len(begun_at) - 2) / rate
-
-
-def refusals(stage: Stage, worker: WorkerProcess, key: str) -> Counter[str]:
-    deferred = [line for line in stage.lines("lock_deferred") if line.key == f"k:{key}"]
-    return Counter("untried" if line.pid == worker.pid else "run" for line in deferred)
 
 
 @pytest.fixture

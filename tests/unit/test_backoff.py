@@ -51,17 +51,12 @@ def test_it_comes_through_a_message(attempt: int) -> None:
 @pytest.mark.parametrize(
     ("fields", "word"),
     [
-        ({"first": 0}, "first"),
-        ({"first": 5, "cap": 1}, "cap"),
-        ({"first": "1"}, "first"),
-        ({"cap": float("inf")}, "cap"),
-        ({"first": 10**400, "cap": 10**400}, "first"),
-        ({"factor": float("nan")}, "factor"),
-        ({"factor": 10**400}, "factor"),
-        ({"factor": 0.5}, "factor"),
-        ({"factor": True}, "factor"),
+        ({"first": 0}, "first"), ({"first": 5, "cap": 1}, "cap"), ({"first": "1"}, "first"),
+        ({"cap": float("inf")}, "cap"), ({"first": 10**400, "cap": 10**400}, "first"),
+        ({"factor": float("nan")}, "factor"), ({"factor": 10**400}, "factor"),
+        ({"factor": 0.5}, "factor"), ({"factor": True}, "factor"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_meant_is_refused_by_name(fields: dict[str, Any], word: str) -> None:
     with pytest.raises(SettingsError, match=word):
         Backoff(**fields)

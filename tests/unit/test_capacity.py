@@ -12,15 +12,10 @@ from celery_redlock.tasks.waiting.dispatch import CAPACITY, capacity
 @pytest.mark.parametrize(
     ("limit", "prefetch", "expected"),
     [
-        (None, 4, CAPACITY),
-        (10_000, 4, CAPACITY),
-        (CAPACITY + 3, 4, CAPACITY - 1),
-        (20, 4, 16),
-        (3, 4, 1),
-        (None, 0, sys.maxsize),
-        (20, 0, sys.maxsize),
+        (None, 4, CAPACITY), (10_000, 4, CAPACITY), (CAPACITY + 3, 4, CAPACITY - 1), (20, 4, 16),
+        (3, 4, 1), (None, 0, sys.maxsize), (20, 0, sys.maxsize),
     ],
-)
+)  # fmt: skip
 def test_the_capacity_stays_below_celerys_limit(
     limit: int | None, prefetch: int, expected: int
 ) -> None:

@@ -183,13 +183,10 @@ def test_what_a_run_gets_makes_the_key_that_its_sender_made(serializer: str) -> 
 @pytest.mark.parametrize(
     ("template", "args", "kwargs"),
     [
-        ("{a[7]}", ({7: "seven"},), {}),
-        ("{a[x][0]}", ({"x": ["y"]},), {}),
-        ("{rest[0]!r}", (1, (2, {"b": 1, "a": 2})), {}),
-        ("{options[sku]:>9}", (1,), {"sku": "s"}),
+        ("{a[7]}", ({7: "seven"},), {}), ("{a[x][0]}", ({"x": ["y"]},), {}),
+        ("{rest[0]!r}", (1, (2, {"b": 1, "a": 2})), {}), ("{options[sku]:>9}", (1,), {"sku": "s"}),
         ("{options[at]:%H %Z}", (1,), {"at": dt.datetime(2026, 7, 1, tzinfo=TOKYO)}),
-        ("{a!a}", ({"grün": {"ü"}},), {}),
-        ("{a:{rest[0]}}", ("x", 5), {}),
+        ("{a!a}", ({"grün": {"ü"}},), {}), ("{a:{rest[0]}}", ("x", 5), {}),
     ],
 )  # fmt: skip
 def test_items_conversions_and_formats_are_of_the_value_as_a_run_gets_it(

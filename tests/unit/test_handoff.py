@@ -122,19 +122,11 @@ def test_a_message_is_read_as_it_is_written(rank: int, release: str, resource: s
 @pytest.mark.parametrize(
     "text",
     [
-        "",
-        "hello",
-        "0",
-        "0 r1",
-        "0 r1 c",
-        "0 r1 {q}:waiting:c",
-        "x r1 {p}:waiting:c",
-        "-1 r1 {p}:waiting:c",
-        "1.5 r1 {p}:waiting:c",
-        f"{'9' * 401} r1 {{p}}:waiting:c",
+        "", "hello", "0", "0 r1", "0 r1 c", "0 r1 {q}:waiting:c", "x r1 {p}:waiting:c",
+        "-1 r1 {p}:waiting:c", "1.5 r1 {p}:waiting:c", f"{'9' * 401} r1 {{p}}:waiting:c",
         f"0 {'r' * 1000} {{p}}:waiting:c",
     ],
-)
+)  # fmt: skip
 def test_another_text_names_nobody(text: str) -> None:
     assert Named.parse(text, "p") is None
 

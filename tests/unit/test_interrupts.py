@@ -24,23 +24,11 @@ from celery_redlock.tasks.unique.rounds import ClaimRelease
 from celery_redlock.testing import locking_off
 
 RELEASES = [
-    Lock.release,
-    Lock.__exit__,
-    Redlock.__exit__,
-    Releaser.release,
-    Releaser.roll_back,
-    Releaser.roll_back_last,
-    Releaser.release_if_abandoned,
-    Releaser.release_hold,
-    Claim.give_up,
-    Claim.confirm,
-    ClaimRelease.send,
-    ClaimToken.release,
-    release_after_run,
-    end_run,
-    end_claim,
+    Lock.release, Lock.__exit__, Redlock.__exit__, Releaser.release, Releaser.roll_back,
+    Releaser.roll_back_last, Releaser.release_if_abandoned, Releaser.release_hold, Claim.give_up,
+    Claim.confirm, ClaimRelease.send, ClaimToken.release, release_after_run, end_run, end_claim,
     LockedRun.release,
-]
+]  # fmt: skip
 OF_EACH_MODULE = [
     *(billiard.pool.Pool.apply_async, trace.build_tracer, Signal.send, logging.Logger.handle),
     *(LockedTask.apply_async, LockedTask.apply, Claim.send),

@@ -90,24 +90,16 @@ class TestLevels:
 
 # four values of each option, for four levels; neighbours differ
 FOUR: dict[str, list[Any]] = {
-    "key": ["1:{a}", "2:{a}", "3:{a}", "4:{a}"],
-    "args": [("a",), ("b",), (), ("a", "b")],
-    "ttl": [11, 12, 13, 14],
-    "renew": [False, True, False, True],
-    "max_hold": [1, 2, None, 4],
-    "wait": [1, 2, 3, 4],
-    "on_conflict": ["skip", "fail", "defer", "skip"],
-    "backoff": [Backoff(n, 9) for n in (1, 2, 3, 4)],
-    "max_wait": [1, 2, None, 4],
-    "on_give_up": ["skip", "fail", "skip", "fail"],
-    "on_lost": ["warn", "abort", "warn", "abort"],
-    "on_unreachable": ["run", "fail", "defer", "run"],
-    "limit": [2, 3, 4, 5],
-    "fencing": [True, False, True, False],
-    "unique_for": [1, 2, None, 4],
+    "key": ["1:{a}", "2:{a}", "3:{a}", "4:{a}"], "args": [("a",), ("b",), (), ("a", "b")],
+    "ttl": [11, 12, 13, 14], "renew": [False, True, False, True], "max_hold": [1, 2, None, 4],
+    "wait": [1, 2, 3, 4], "on_conflict": ["skip", "fail", "defer", "skip"],
+    "backoff": [Backoff(n, 9) for n in (1, 2, 3, 4)], "max_wait": [1, 2, None, 4],
+    "on_give_up": ["skip", "fail", "skip", "fail"], "on_lost": ["warn", "abort", "warn", "abort"],
+    "on_unreachable": ["run", "fail", "defer", "run"], "limit": [2, 3, 4, 5],
+    "fencing": [True, False, True, False], "unique_for": [1, 2, None, 4],
     "unique_until": ["started", "expired", "finished", "started"],
     "on_duplicate": ["fail", "replace", "existing", "fail"],
-}
+}  # fmt: skip
 
 
 class TestEveryOptionAtEveryLevel:
@@ -378,16 +370,12 @@ class TestWrongSettings:
             ("redlock_nodes", ["redis://localhost", "redis://127.0.0.1:6379/3"], "one vote"),
             ("redlock_nodes", ["redis://a:port"], "not a URL of a node"),
             ("redlock_nodes", ["sentinel://a:1"], "sentinel://host:port"),
-            ("redlock_prefix", "a{b", "without"),
-            ("redlock_prefix", "", "not empty"),
-            ("redlock_node_timeout", 0, "above 0"),
-            ("redlock_clock_drift", 1, "fraction"),
-            ("redlock_max_ttl", -1, "above 0"),
-            ("redlock_restart_guard", "maybe", "'auto'"),
-            ("redlock_restart_guard", "on", "take 'strict'"),
-            ("redlock_queues", ["q"], "must map"),
+            ("redlock_prefix", "a{b", "without"), ("redlock_prefix", "", "not empty"),
+            ("redlock_node_timeout", 0, "above 0"), ("redlock_clock_drift", 1, "fraction"),
+            ("redlock_max_ttl", -1, "above 0"), ("redlock_restart_guard", "maybe", "'auto'"),
+            ("redlock_restart_guard", "on", "take 'strict'"), ("redlock_queues", ["q"], "must map"),
         ],
-    )
+    )  # fmt: skip
     def test_a_wrong_setting_names_itself_and_the_hint(
         self, setting: str, value: Any, words: str
     ) -> None:
@@ -420,21 +408,13 @@ class TestWrongSettings:
     @pytest.mark.parametrize(
         "url",
         [
-            "http://:s3cret@a",
-            "redis://user:s3cret@a:port",
-            "sentinel://:s3cret@a",
-            "s3cret@a",
-            "redis://a:x?password=s3cret",
-            "redis://:s3cret",
-            "redis://user:s3cret",
-            "redis://:12345s3cret/0",
-            ":s3cret",
-            "redis://a:x?password=@s3cret",
-            "sentinel://:pa?s3cret@a:1/locks",
-            "sentinel://a:1/locks?passwort=s3cret",
+            "http://:s3cret@a", "redis://user:s3cret@a:port", "sentinel://:s3cret@a", "s3cret@a",
+            "redis://a:x?password=s3cret", "redis://:s3cret", "redis://user:s3cret",
+            "redis://:12345s3cret/0", ":s3cret", "redis://a:x?password=@s3cret",
+            "sentinel://:pa?s3cret@a:1/locks", "sentinel://a:1/locks?passwort=s3cret",
             "sentinel://:s3cret/locks",
         ],
-    )
+    )  # fmt: skip
     def test_no_password_is_shown(self, url: str) -> None:
         with pytest.raises(SettingsError) as caught:
             plan({"redlock_nodes": [url]})
@@ -702,15 +682,11 @@ class TestKeys:
     @pytest.mark.parametrize(
         ("key", "args"),
         [
-            ("{a:{b}}", ("x", ">100000000")),
-            ("{a:{b}f}", (1.5, ".100000000")),
-            ("{a:.2f}", (Decimal("1e100000000"),)),
-            ("{a:.2f}", (10**400,)),
-            ("{a}", ("x" * 1025,)),
-            ("{a}{b}", ("x" * 1000, "x" * 1000)),
-            ("{a:>999}" * 100, ("x",)),
+            ("{a:{b}}", ("x", ">100000000")), ("{a:{b}f}", (1.5, ".100000000")),
+            ("{a:.2f}", (Decimal("1e100000000"),)), ("{a:.2f}", (10**400,)), ("{a}", ("x" * 1025,)),
+            ("{a}{b}", ("x" * 1000, "x" * 1000)), ("{a:>999}" * 100, ("x",)),
         ],
-    )
+    )  # fmt: skip
     def test_a_resource_is_short_whatever_a_message_brings(
         self, key: str, args: tuple[Any, ...]
     ) -> None:
@@ -761,18 +737,12 @@ class TestKeys:
 @pytest.mark.parametrize(
     ("url", "given", "visibility"),
     [
-        ("redis://a", None, 3600.0),
-        ("redis://a", 0, 3600.0),
-        (["rediss://a"], 60, 60.0),
-        ("redis+socket:///a", None, 3600.0),
-        ("sqs://", None, 1800.0),
-        ("REDIS://a", None, 3600.0),
-        ("pgmq://a", 60, 60.0),
-        ("pgmq://a", None, None),
-        ("amqp://a", 60, None),
+        ("redis://a", None, 3600.0), ("redis://a", 0, 3600.0), (["rediss://a"], 60, 60.0),
+        ("redis+socket:///a", None, 3600.0), ("sqs://", None, 1800.0), ("REDIS://a", None, 3600.0),
+        ("pgmq://a", 60, 60.0), ("pgmq://a", None, None), ("amqp://a", 60, None),
         (None, None, None),
     ],
-)
+)  # fmt: skip
 def test_brokers_take_a_message_for_lost_after_a_time_of_their_own(
     url: Any, given: int | None, visibility: float | None
 ) -> None:

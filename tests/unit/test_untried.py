@@ -23,8 +23,7 @@ from celery_redlock import LockedTask
 from celery_redlock.lock.platform.clock import Platform, SystemClock
 from celery_redlock.signals import LockDeferredEvent, lock_deferred
 from celery_redlock.tasks.delivery.delivery import HEADER, Deferral, LockHeader, utc_now
-from celery_redlock.tasks.execution.outcomes import Deferred
-from celery_redlock.tasks.execution.untried import defer_untried
+from celery_redlock.tasks.execution.outcomes import Deferred, defer_untried
 from celery_redlock.tasks.waiting.queues import WaitingTimes
 from celery_redlock.tasks.waiting.room import WaitingRoom
 from tests.conftest import eventually

@@ -16,15 +16,11 @@ from celery_redlock.tasks.wrapping import wrap_hook
 @pytest.mark.parametrize(
     ("state", "outcome"),
     [
-        ("SUCCESS", 7),
-        ("SUCCESS", None),
-        ("FAILURE", ValueError()),
-        ("FAILURE", LockLost("r", "gone", True)),
-        ("RETRY", Retry()),
-        ("IGNORED", Ignore()),
+        ("SUCCESS", 7), ("SUCCESS", None), ("FAILURE", ValueError()),
+        ("FAILURE", LockLost("r", "gone", True)), ("RETRY", Retry()), ("IGNORED", Ignore()),
         ("REJECTED", Reject("no", requeue=False)),
     ],
-)
+)  # fmt: skip
 def test_a_run_whose_message_does_not_come_back_is_completed(state: str, outcome: object) -> None:
     assert is_completed(state, outcome)
 

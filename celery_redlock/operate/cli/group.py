@@ -65,10 +65,8 @@ def app_from(ctx: click.Context) -> Any:
 
 
 def within_deadline(ask: Callable[[], T]) -> tuple[T | None, str]:
-    """Call the broker or the result backend; return its answer and "", else None and the cause.
-
-    A server that accepts a connection and stays silent would keep a command for ever.
-    """
+    """Call the broker or the result backend; return its answer and "", else None and the cause."""
+    # in a thread: a server that accepts a connection and stays silent would keep a command for ever
     answers: list[tuple[T | None, str]] = []
 
     def run() -> None:

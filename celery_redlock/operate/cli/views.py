@@ -371,10 +371,8 @@ def look_repeatedly(app: Any, interval: float, count: int | None) -> Iterator[Lo
 
 
 def show_live(looks: Iterator[Look]) -> None:
-    """Draw the newest look until there are no more, or `q` is pressed.
-
-    The looks are taken in a thread: a node or broker that is silent delays neither clock nor key.
-    """
+    """Draw the newest look until there are no more, or `q` is pressed."""
+    # the looks are taken in a thread: a silent node or broker delays neither clock nor key
     taken: queue.SimpleQueue[Look | Exception | None] = queue.SimpleQueue()
 
     def take() -> None:

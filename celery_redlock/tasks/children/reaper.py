@@ -219,10 +219,8 @@ def held_by_children() -> list[JournalEntry]:
 
 
 def expect_children(sender: Any, **_: Any) -> Children | None:
-    """Prepare for forks before the pool is made, if the pool may fork; return `Children` for it.
-
-    Source: celery.worker.worker sends worker_init before it resolves the pool's name.
-    """
+    """Prepare for forks before the pool is made, if the pool may fork; return `Children` for it."""
+    # Source: celery.worker.worker sends worker_init before it resolves the pool's name
     if forks_children(sender) and this_process.children is None:
         this_process.children = Children()
         Events.sending = this_process.children.sending
@@ -241,14 +239,12 @@ def forks_children(worker: Any) -> bool:
 
 
 def watch_children(app: Any, pool: Any) -> None:
-    """Start the reaper for the children of this worker.
-
-    pool: the worker's, started; a pool that scales itself may begin without a process.
-    """
+    """Start the reaper for the children of a worker whose pool has started."""
     children = this_process.children
     if children is None or children.has_reaper:
         return
     counts = getattr(pool, "uses_semaphore", False)  # only such a pool says how many it has
+    # a pool that scales itself may begin without a process
     if counts and pool.num_processes and not children.slots:
         logger.warning(
             "the pool does not fork its processes: the lock of a killed one expires with its ttl",
@@ -260,10 +256,8 @@ def watch_children(app: Any, pool: Any) -> None:
 
 
 def stop_watching(**_: Any) -> None:
-    """End the reaper after the pool's end.
-
-    Source: celery.worker.worker sends worker_shutdown when the pool has stopped.
-    """
+    """End the reaper after the pool's end."""
+    # Source: celery.worker.worker sends worker_shutdown when the pool has stopped
     children = this_process.children
     if children is not None and children.has_reaper:
         children.has_reaper = False
@@ -338,8 +332,7 @@ class ChildReaper:
     ) -> tuple[Session, Acquisition] | None:
         """Release one acquisition on all nodes; return it if the child held it.
 
-        entries: of its keys that the child had not settled when it exited, in the order of their
-        requests. is_ended: the parent announced that Celery ended the run.
+        entries: by time. is_ended: the parent announced that Celery ended the run.
         """
         first, states = entries[0], {entry.state for entry in entries}
         session = self._session_of(first.session)

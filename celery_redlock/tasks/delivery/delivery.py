@@ -22,13 +22,7 @@ from celery_redlock.label import RunId
 from celery_redlock.lock.platform.clock import SystemClock
 from celery_redlock.lock.validation import MOST_PERMITS
 from celery_redlock.signals import LockDeferredEvent
-from celery_redlock.tasks.delivery.route import (
-    CAME_BACK,
-    QUEUE,
-    Route,
-    has_way_back,
-    queue_of,
-)
+from celery_redlock.tasks.delivery.route import CAME_BACK, QUEUE, Route, has_way_back, queue_of
 from celery_redlock.tasks.reporting import StateReporter
 
 HEADER = "redlock"
@@ -98,9 +92,8 @@ class LockHeader:
     worker's main process was told so of this delivery. is_flagged: the broker has said that it is
     not the first one. waits: how often a redelivery was republished while its first delivery held
     the lock. origin: where the message was sent to first, and the queue that this copy of it goes
-    back to. unique: what ends the claim of a deduplicated send, as of `ClaimToken`. life: how
-    often RabbitMQ dead-lettered the message. Each life is a run of its own: a marker of the one
-    before, just ended, must not end it.
+    back to. unique: of a deduplicated send, as of `ClaimToken`. life: how often RabbitMQ
+    dead-lettered the message: each life is a run of its own.
     """
 
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -235,12 +228,10 @@ class Delivery:
     """One delivery of a message: facts and questions; immutable, and without I/O.
 
     task, request: Celery's, the request as `Context`. header: what the message carries, with what
-    the broker says of this delivery; another one for a message that goes on in its slot.
-    acks_late: the message is acknowledged after the run.
+    the broker says of this delivery. acks_late: the message is acknowledged after the run.
     is_redelivered: this is not the first delivery, as far as anybody has said.
     may_have_run_elsewhere: another delivery of this message may be running, or have run.
-    received_at: monotonic seconds at which the run could have begun here: when the worker received
-    the message, or when its countdown was over; None if nobody noted it.
+    received_at: monotonic seconds at which the run could have begun here, None if nobody noted it.
     In a worker's main process make a new one each time: Celery rewrites the request there.
     """
 

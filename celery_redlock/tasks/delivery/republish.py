@@ -4,12 +4,10 @@ Source: Celery's own `Task.retry` and `send_task`, which make their message of t
 they leave out (`argsrepr`, `kwargsrepr`, `compression`, the delivery mode and other properties, and
 on 5.5 and 5.6 `ignore_result`) is passed on here, and the message does not become its own parent.
 
-RabbitMQ needs three things more. What dead-lettering wrote into the headers must not go out again:
-RabbitMQ would take the message for one that runs in a circle, and drop it. A publish is only known
-to have arrived if the broker confirms it. And it confirms what it drops, if no queue takes that.
-
-`expires` goes along as a header, which the worker heeds, and not as RabbitMQ's own expiration: the
-broker would drop the message silently, and nothing would store REVOKED.
+RabbitMQ needs more. What dead-lettering wrote into the headers must not go out again: RabbitMQ
+would take the message for one that runs in a circle, and drop it. It has to confirm a publish; and
+it confirms what it drops, if no queue takes that. `expires` is a header, which the worker heeds,
+and not RabbitMQ's own: the broker would drop the message, and nothing would store REVOKED.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """What becomes of a message whose run did not get its lock. Pure.
 
-`outcomes.py` does it in the process of a run; `untried.py` lets a message wait that has not tried,
-in the worker's main process.
+`outcomes.py` does it: in the process of a run, or without a try in the worker's main process.
 """
 
 from __future__ import annotations

@@ -6,6 +6,8 @@ raises what Celery's tracer acts on: Ignore, Requeue, or the error that ends the
 From `completion_marker` on: whether another delivery of the same message runs, or has come to its
 end. A run that may be delivered again leaves a completion marker on the nodes, with the release of
 its lock. A redelivery reads the marker with its own grant, and does not run if it finds one.
+
+At the end, `defer_untried`: a message that is deferred without a try, in the main process.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import logging
 import math
 import random
 from dataclasses import replace
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from celery.exceptions import Ignore
 
@@ -23,10 +25,11 @@ from celery_redlock.errors import LockTaken, NotAcquired, RedlockError
 from celery_redlock.label import is_of_run
 from celery_redlock.lock.engine.acquirer import SupersededError
 from celery_redlock.lock.engine.session import Session
-from celery_redlock.lock.model.keys import completion_key
+from celery_redlock.lock.model.keys import completion_key, in_order
 from celery_redlock.lock.model.options import CompletionMarker
 from celery_redlock.lock.server.requests import MARKER
 from celery_redlock.lock.transport.command import read_number
+from celery_redlock.tasks.declaration import config_of
 from celery_redlock.tasks.delivery.delivery import (
     CLOCKS_DIFFER,
     Deferral,
@@ -36,11 +39,7 @@ from celery_redlock.tasks.delivery.delivery import (
     utc_now,
 )
 from celery_redlock.tasks.delivery.republish import NotRepublishedError, republish
-from celery_redlock.tasks.delivery.route import (
-    has_quorum_queues,
-    is_kept_by_broker,
-    whole_seconds,
-)
+from celery_redlock.tasks.delivery.route import has_quorum_queues, is_kept_by_broker, whole_seconds
 from celery_redlock.tasks.execution.deferral import (
     OF_REDELIVERIES,
     Refusal,
@@ -52,13 +51,14 @@ from celery_redlock.tasks.execution.deferral import (
 )
 from celery_redlock.tasks.per_app import redlock_of, settings_of, time_of_nodes
 from celery_redlock.tasks.reporting import StateReporter
+from celery_redlock.tasks.settings.task_config import TaskCall
+from celery_redlock.tasks.waiting.room import WaitingRoom, rooms
 
 logger = logging.getLogger(__name__)
 
 # the name on the request of a run that goes on in another delivery, so that its claim stays
 CONTINUES = "_redlock_continues"
 
-ANOTHER = "another delivery of its message"
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 10.0  # s: between tries to republish a message in its slot
 LATER_MARKED = 1.0  # s: for which a run may go on after its result is stored
 
@@ -211,13 +211,14 @@ def wait_for_first_delivery(delivery: Delivery, refusal: Exception) -> NoReturn:
     countdown = countdown_of(OF_REDELIVERIES, tries, refusal, cap, random.uniform)
     if is_kept_by_broker(app, delivery.route):
         countdown = whole_seconds(countdown)
+    first = "another delivery of its message"
     if not isinstance(refusal, LockTaken):
         reason = describe_refusal(refusal) if isinstance(refusal, NotAcquired) else repr(refusal)
-        why = f"waits: whether it runs already, by {ANOTHER}, is not known yet ({reason})"
+        why = f"waits: whether it runs already, by {first}, is not known yet ({reason})"
     elif is_held_by_own_run(delivery, refusal):
-        why = f"runs already, by {ANOTHER}"
+        why = f"runs already, by {first}"
     else:
-        why = f"has ended already, by {ANOTHER}"
+        why = f"has ended already, by {first}"
     extra = delivery.log_extra("redelivery_waits", countdown=countdown)
     logger.info("%s %s: this one looks again in %.2f s", delivery, why, countdown, extra=extra)
     now = time_of_nodes(app)
@@ -270,17 +271,15 @@ def completion_marker(
         here_for = clock.now() - came
         # later: an id may be sent again once its result is stored, just before its run is marked
         since = redlock_of(app).session.clock.now() - here_for + LATER_MARKED
-    is_redelivered = may_return and delivery.is_redelivered
-    run = str(delivery.run_id)
-    marker = CompletionMarker(run, kept_for, since, is_redelivered=is_redelivered)
-    if not is_unique:
-        return marker
-    return replace(
-        marker,
-        # a later send may have replaced it
-        asks_since=since if may_have_run and since is not None else -math.inf,
+    if is_unique and not (may_have_run and since is not None):
+        since = -math.inf  # a later send may have replaced it
+    return CompletionMarker(
+        str(delivery.run_id),
+        kept_for,
+        since,
         # a redelivery heeds that under its lock: the first delivery may run, and has stored a state
-        heeds_later=not delivery.is_redelivered,
+        heeds_later=is_unique and not delivery.is_redelivered,
+        is_redelivered=may_return and delivery.is_redelivered,
     )
 
 
@@ -332,3 +331,62 @@ def is_completed_since(delivery: Delivery, since: float) -> bool:
 def is_held_by_own_run(delivery: Delivery, refusal: NotAcquired) -> bool:
     """Return whether the holder is this very run, by another delivery of its message."""
     return isinstance(refusal, LockTaken) and is_of_run(refusal.holder, str(delivery.run_id))
+
+
+def defer_untried(sender: Any = None, request: Any = None, **_: Any) -> None:
+    """Give a message that would be refused a countdown before Celery looks for one.
+
+    If another message of the worker waits for the same lock, was refused it just now, or runs under
+    it in one of several slots, a new one would be refused as well: a run in the pool, and two
+    rounds to the nodes. So it waits in the worker's memory from the start, and what is told of it
+    is what the run would have told.
+
+    It tries if only a run can say what becomes of it: its key or `on_conflict` is a callable, it
+    waits in its slot (`wait`), it may have run elsewhere, or its budget is spent. With quorum
+    queues each message tries: for those Celery cannot raise the prefetch, so messages that wait
+    would keep out all others. If its task has a rate limit, a try that is refused would use up a
+    token, so of each lock one message waits for its rate, and the others wait for that one.
+
+    sender: Celery's consumer. `admit_received` comes after this, and lets the message wait.
+    Source: celery.worker.strategy sends task_received before it reads the request's ETA.
+    """
+    room = rooms.get(sender)
+    if room is None or request.eta is not None or not room.may_refuse(request.name):
+        return  # most messages
+    delivery: Delivery | None = getattr(request, "delivery", None)
+    if delivery is None:
+        return
+    header = delivery.header
+    if header.unique is not None or header.deferral.at or delivery.may_have_run_elsewhere:
+        return
+    # Source of the first: celery.worker.consumer.tasks: Tasks.qos_global
+    if has_quorum_queues(sender.app) or not delivery.can_republish:
+        return
+    try:
+        refusal = _known_refusal(room, delivery, request)
+    except RedlockError:  # the run reports it
+        return
+    if refusal is None:
+        return
+    decision = decide(refusal, settings_of(sender.app).countdown_cap, random.uniform)
+    if isinstance(decision, Deferral):
+        reporter = StateReporter(delivery.task, delivery.request, request.send_event, room.states)
+        header = report(delivery, refusal, decision, reporter, stays=True)
+        signals.lock_deferred.send(delivery.task, event=header.deferral.event())
+        request.carry(header)
+
+
+def _known_refusal(room: WaitingRoom, delivery: Delivery, request: Any) -> Refusal | None:
+    """Return the refusal that a run would get; None if that is not known. Raises RedlockError."""
+    config = config_of(delivery.task)
+    queue = delivery.queue(config.queues)
+    options = config.options_for(queue, config.heeded(delivery.header.options))
+    if options.on_conflict != "defer" or options.wait > 0 or callable(options.key):
+        return None
+    call = TaskCall(delivery.task, tuple(request.args), dict(request.kwargs), queue)
+    resources = config.resources(options, call)
+    error = room.refusal_of(request, in_order(resources), options.limit)  # as a run asks for them
+    if error is None:
+        return None
+    now = time_of_nodes(delivery.task.app)
+    return Refusal(error, now, options, resources, call, delivery.header.deferral)

@@ -29,12 +29,6 @@ from celery_redlock.tasks.delivery.republish import NotRepublishedError
 from celery_redlock.tasks.delivery.route import queue_of_send
 from celery_redlock.tasks.execution import outcomes
 from celery_redlock.tasks.execution.deferral import Refusal
-from celery_redlock.tasks.execution.outcomes import (
-    CONTINUES,
-    check_not_superseded,
-    completion_marker,
-    is_held_by_own_run,
-)
 from celery_redlock.tasks.per_app import redlock_of, time_of_nodes
 from celery_redlock.tasks.settings.options import TaskLockOptions
 from celery_redlock.tasks.settings.task_config import TaskCall
@@ -86,7 +80,7 @@ class LockedRun:
         """
         delivery = self.delivery
         if delivery.is_for_another_queue:  # a copy of a deferred message
-            delivery.request.__dict__[CONTINUES] = True
+            delivery.request.__dict__[outcomes.CONTINUES] = True
             logger.debug(
                 "%s is for another queue", delivery, extra=delivery.log_extra("copy_astray")
             )
@@ -152,7 +146,9 @@ class LockedRun:
     def _try_to_acquire(self, wait_in_slot: float) -> None:
         """Do so once; wait_in_slot: seconds, of a message that the broker did not take back."""
         delivery = self.delivery
-        marker = completion_marker(delivery, self.done_ttl, is_unique=self.token is not None)
+        marker = outcomes.completion_marker(
+            delivery, self.done_ttl, is_unique=self.token is not None
+        )
         label = label_of_run(str(delivery.run_id), delivery.request.hostname)
         self.lock = lock_of(delivery.task, self.options, self.resources, label, marker=marker)
         registered = delivery.request.__dict__
@@ -160,7 +156,7 @@ class LockedRun:
         try:
             self._acquire(wait_in_slot)
             if self.token is not None:
-                check_not_superseded(delivery)
+                outcomes.check_not_superseded(delivery)
                 self._end_claim_at_start()
         except NotAcquired as refusal:
             registered.pop(RUN, None)
@@ -198,7 +194,7 @@ class LockedRun:
             try:
                 self.lock.acquire(wait=0)
             except NotAcquired as refusal:
-                if is_held_by_own_run(delivery, refusal):
+                if outcomes.is_held_by_own_run(delivery, refusal):
                     raise
             else:
                 return
@@ -357,19 +353,6 @@ def is_completed(state: str | None, outcome: object) -> bool:
     return state in (celery_states.SUCCESS, celery_states.RETRY, celery_states.IGNORED)
 
 
-def is_completed_before_hook(run: LockedRun | None, error: BaseException) -> bool:
-    """Return whether a run was completed before its hook raised an error, past Celery's tracer.
-
-    Source: celery.worker.request: Request.on_failure acknowledges or rejects the message whatever
-    comes out of the tracer, but for Reject with requeue, MemoryError, and what ends a process.
-    """
-    if run is None or not run.outcome_stored:
-        return False
-    if isinstance(error, Reject):
-        return not error.requeue
-    return isinstance(error, Exception) and not isinstance(error, MemoryError)
-
-
 @uninterruptible
 def release_after_run(sender: Any = None, retval: Any = None, state: Any = None, **_: Any) -> None:
     """Release after the result, links and retry are stored or published: late acknowledgement.
@@ -400,9 +383,13 @@ def end_run(task: Any, retval: Any, state: str | None, error: BaseException | No
     if error is None or error is request.__dict__.get(OUTER_ERROR):
         completed = is_completed(state, retval)
     else:
-        run_id = str(delivery.run_id)
-        completed = is_completed_before_hook(run, error) or is_end_announced(run_id)
-    goes_on = state == celery_states.RETRY or CONTINUES in request.__dict__
+        # Of a hook of the user's, if the outcome is stored. Source: celery.worker.request:
+        # Request.on_failure handles the message as if the run had ended with that.
+        is_of_hook = run is not None and run.outcome_stored and isinstance(error, Exception)
+        kind = celery_states.REJECTED if isinstance(error, Reject) else celery_states.FAILURE
+        completed = is_of_hook and is_completed(kind, error)
+        completed = completed or is_end_announced(str(delivery.run_id))
+    goes_on = state == celery_states.RETRY or outcomes.CONTINUES in request.__dict__
     if completed and not goes_on and delivery.header.unique is not None:
         end_claim(task.app, delivery.header)
     if run is not None:

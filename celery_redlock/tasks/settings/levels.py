@@ -47,11 +47,7 @@ _TAKEN_OVER = ("prefix", "node_timeout", "clock_drift", "max_ttl", "restart_guar
 def check_options(
     options: Mapping[str, Any], app: AppSettings, source_of: SourceOf, *, travels: bool
 ) -> dict[str, Any]:
-    """Return the options of one level, each checked; raises SettingsError.
-
-    travels: a message carries this level, or several tasks of a queue share it, so that no value
-    can be a callable.
-    """
+    """Return the options of one level, each checked. travels: no value can be a callable."""
     result = {}
     for name, value in options.items():
         if name not in OPTION:
@@ -123,11 +119,7 @@ def option_meant(written: object, prefix: str = "") -> str:
 
 
 def read_app(conf: Mapping[str, Any], namespace: str | None = None) -> AppSettings:
-    """Return the settings of an app's configuration; raises SettingsError.
-
-    conf: `app.conf`. namespace: as given to `config_from_object`; its prefix stands before the
-    names that iteration gives.
-    """
+    """Return the settings of `app.conf`. namespace: that iteration puts before their names."""
     check_known_names(conf, namespace)
     nodes, nodes_from = (), ""
     with suppress(SettingsError):  # by the first send or run: an app may share its tasks alone
@@ -254,8 +246,7 @@ def one_redis(url: Any) -> str | None:
 def visibility_timeout(conf: Mapping[str, Any]) -> float | None:
     """Return the seconds after which the broker delivers an unacknowledged message again, or None.
 
-    Source: kombu's transports for Redis and SQS; a waiting message is not acknowledged. Another
-    transport, but AMQP, may know the option, too.
+    Source: kombu's transports for Redis and SQS. Another one, but AMQP, may know the option, too.
     """
     url = _url(conf, "broker_read_url") or _url(conf, "broker_url") or ""
     scheme = str(url[0] if isinstance(url, (list, tuple)) else url).partition("://")[0].lower()

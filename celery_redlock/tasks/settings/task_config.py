@@ -117,10 +117,7 @@ class TaskLockConfig:
         return merge_levels(self.app.options, self.options)
 
     def options_for(self, queue: str, call: Mapping[str, Any] | None = None) -> TaskLockOptions:
-        """Return the options in force in a queue; raises SettingsError.
-
-        call: the options of a call or its message, unchecked.
-        """
+        """Return the options in force in a queue. call: options of a call or message, unchecked."""
         if call:
             return self._merge(queue, self.check_call(call))
         options = self._by_queue.get(queue)
@@ -186,10 +183,7 @@ class TaskLockConfig:
         return valid
 
     def check_level(self, options: Mapping[str, Any], source_of: SourceOf) -> None:
-        """Raise SettingsError if a level's `key` or `args` names an argument that does not exist.
-
-        options: of one level, checked one by one.
-        """
+        """Raise SettingsError if a level's `key` or `args` names an argument that is not there."""
         if not decides_key(options):
             return
         key, args, parameters = options.get("key"), options.get("args"), self.signature.parameters
@@ -271,10 +265,7 @@ class TaskLockConfig:
         return digest(chosen, self.task_name)
 
     def shapes(self, options: TaskLockOptions, queue: str) -> tuple[str, ...]:
-        """Return the resources of any call, with {} for each argument; () without a template.
-
-        Tasks with the same shape may lock the same resource.
-        """
+        """Return the resources of any call, with {} for each argument; () without a template."""
         blank = dict.fromkeys(self.signature.parameters, "{}")
         known = {"task": self.task_name, "queue": queue, "digest": "{digest}", **blank}
         return tuple(
@@ -350,10 +341,7 @@ def compile_config(
     attributes: Mapping[str, Any],
     signature: inspect.Signature,
 ) -> TaskLockConfig:
-    """Return the configuration of a task by its lock_* attributes; raises SettingsError.
-
-    attributes: by their full names, functions unbound.
-    """
+    """Return the configuration of a task. attributes: its `lock_*`, functions unbound."""
     options = {}
     for written, value in attributes.items():
         name = written.removeprefix("lock_")
@@ -370,10 +358,7 @@ def compile_config(
 def compile_adopted_config(
     app: AppSettings, task_name: str, pattern: str, signature: inspect.Signature
 ) -> TaskLockConfig:
-    """Return the configuration of a task that `redlock_tasks` locks; raises SettingsError.
-
-    pattern: the entry that applies. The task's own `lock_*` attributes are not about locks.
-    """
+    """Return the configuration of a task that `redlock_tasks` locks, by the entry that applies."""
     if pattern not in app.tasks:
         hint = "came after the settings had been read: set it before the app finalizes"
         raise OptionSource.at("app", f"tasks[{pattern!r}]").wrong("...", hint)

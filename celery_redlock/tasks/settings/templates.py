@@ -105,7 +105,7 @@ class Field(NamedTuple):
         return value
 
     def fill(self, known: Mapping[str, Any]) -> str:
-        """Return its text; raises LookupError, TypeError or ValueError."""
+        """Return its text; LookupError, TypeError or ValueError if it has no stable one."""
         value = self.find(known)
         if value is None:
             raise ValueError(f"{self.written} is None")
@@ -155,11 +155,7 @@ def fields_of(template: Template) -> Iterator[Field]:
 
 
 def fill(template: str, arguments: Mapping[str, Any], task: str, queue: str) -> str:
-    """Return a template filled from the arguments of one call.
-
-    Raises LookupError, TypeError or ValueError for a value that is missing, None or has no stable
-    text, and SettingsError for a {digest} of such a value.
-    """
+    """Return a template filled from the arguments of one call; raises as `Field.fill`."""
     parts, known = compiled(template), {"task": task, "queue": queue, **arguments}
     if "digest" in template and any(one.name == "digest" for one in fields_of(parts)):
         known.setdefault("digest", digest(arguments, task))
@@ -237,10 +233,7 @@ def unstable(task: str, what: str, value: Any, error: TypeError) -> SettingsErro
 
 
 def canonical(value: Any) -> str:
-    """Return a text that equal values share and unequal ones do not.
-
-    Raises TypeError for a value without a stable form.
-    """
+    """Return a text that only equal values share; TypeError for one without a stable form."""
     value = reduced(value)
     if value is None or isinstance(value, _NATIVE):
         return repr(value)

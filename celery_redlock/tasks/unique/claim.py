@@ -283,10 +283,8 @@ class ClaimToken:
             session.nodes.broadcast(Command(request, IGNORE_REPLY), now)
 
     def release_at_start(self, session: Session) -> None:
-        """Release the key if that is due at the start, before the body reads anything.
-
-        Waits for a quorum: a send from here on must not be dropped for what the body has read.
-        """
+        """Release the key if that is due at the start, before the body reads anything."""
+        # wait for a quorum: a send from here on must not be dropped for what the body has read
         if self.until == "started" and not self.release(session).wait():
             text = "no quorum of nodes released unique key %r: later sends may count as duplicates"
             extra = {"event": "window_stays", "resource": self.name}
@@ -321,11 +319,9 @@ def end_claim_of_revoked(sender: Any = None, request: Any = None, **_: Any) -> N
 
 
 def end_claim_of_unread(sender: Any = None, message: Any = None, **_: Any) -> None:
-    """End the claim of a message that starts no run: its task is unknown, or its body is wrong.
-
-    Source: celery.worker.consumer: Consumer.on_unknown_task, on_invalid_task, on_unknown_message
-    have rejected it by then, each without requeue. sender: the consumer.
-    """
+    """End the claim of a message that starts no run: its task is unknown, or its body is wrong."""
+    # Source: celery.worker.consumer: on_unknown_task, on_invalid_task, on_unknown_message have
+    # rejected it by then, each without requeue
     headers = message.headers
     if isinstance(headers, Mapping) and HEADER in headers:
         end_claim(sender.app, LockHeader.of(Context(headers)))
@@ -341,11 +337,9 @@ def note_claim(request: Any = None, **_: Any) -> None:
 
 
 def end_claim_of_killed(sender: Any = None, task_id: Any = None, **_: Any) -> None:
-    """End the claim of a run whose process is gone; its message does not come back.
-
-    Source: celery.worker.request: Request.on_failure sends this in the worker's main process if the
-    child could not, and does not send it if it hands the message back.
-    """
+    """End the claim of a run whose process is gone; its message does not come back."""
+    # Source: celery.worker.request: Request.on_failure sends this in the worker's main process if
+    # the child could not, and does not send it if it hands the message back
     request = _received.get(task_id)
     if request is not None:
         end_claim(sender.app, LockHeader.of(request._context))

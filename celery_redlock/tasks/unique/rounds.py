@@ -75,10 +75,7 @@ class EarlierSend:
 
 
 def read_reply(reply: Any) -> EarlierSend | bool:
-    """Return whether a node has changed the key, or the other send that it names.
-
-    False if it has no value, and one was expected. Raises UnexpectedReplyError.
-    """
+    """Return whether a node has changed the key, or the other send that it names."""
     if type(reply) is int and reply in (0, 1):
         return bool(reply)
     if type(reply) is list and [type(word) for word in reply] == [int, bytes]:

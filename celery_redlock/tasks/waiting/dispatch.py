@@ -118,24 +118,20 @@ class Dispatcher:
                 return [head for head in heads if not self.awaits_rate(head.queue)]
 
     def _dispatch_cancelled(self, waiters: list[WaitingMessage]) -> bool:
-        revoked, any_ = self._consumer.controller.state.revoked, False
-        for waiter in waiters:
-            if is_cancelled(waiter.request, revoked):
-                self.dispatch(waiter)
-                any_ = True
-        return any_
+        revoked = self._consumer.controller.state.revoked
+        cancelled = [waiter for waiter in waiters if is_cancelled(waiter.request, revoked)]
+        for waiter in cancelled:
+            self.dispatch(waiter)
+        return bool(cancelled)
 
     def holds_back(self, waiter: WaitingMessage, *, is_named: bool) -> bool:
-        """Let a message wait on that a run of this worker is before; return whether it does.
-
-        Not if the run began a while ago: it has asked for the lock since, and has none any more if
-        the nodes say that it is free.
-        """
+        """Let a message wait on that a run of this worker is before; return whether it does."""
         waits = waiter.waits_for_release and waiter.queue.limit == 1 and not is_named
         run = self.run_of(waiter.queue.resource) if waits else None
         if run is None:
             return False
         began = run.time_start
+        # a run that began a while ago has asked since: if the lock is free, it has none any more
         if began is not None and utc_now().timestamp() - began >= self._times.asks_within:
             return False
         # it has not begun; or it has ended, and its result is on its way
@@ -342,10 +338,8 @@ class Dispatcher:
 def is_cancelled(request: Any, revoked: Container[str]) -> bool:
     """Return whether a message has expired or is revoked: by its id, or by a stamp.
 
-    revoked: the ids that this worker was told of. Celery asks the request again when the message is
-    dispatched, which does no harm.
-    Source: celery.worker.request: `Request.revoked` writes REVOKED. A message that may also run
-    elsewhere gets that state when its lock is taken, and until then it is not revoked there.
+    revoked: the ids that this worker was told of. Source: celery.worker.request: `Request.revoked`
+    writes REVOKED; a message that may run elsewhere gets that when its lock is taken.
     """
     if request.id in revoked:
         return True
@@ -366,9 +360,8 @@ def capacity(conf: Mapping[str, Any], prefetch: int) -> int:
     """Return how many messages may wait in a worker at once.
 
     prefetch: how many messages the worker takes otherwise. 0: all that come; a message that left
-    would then make room for none, and would come straight back. Else the capacity stays below
-    `worker_eta_task_limit`: at that limit Celery takes no message at all, and past it Celery loses
-    count of its prefetch.
+    would come straight back. Else the capacity stays below `worker_eta_task_limit`: at that limit
+    Celery takes no message, and past it Celery loses count of its prefetch.
     Source: kombu.common.QoS, which adds up to a limit and takes away without one.
     """
     if prefetch == 0:

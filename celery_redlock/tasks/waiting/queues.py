@@ -13,7 +13,7 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from celery_redlock.tasks.delivery.delivery import CLOCKS_DIFFER
@@ -83,57 +83,19 @@ class WaitingMessage:
         return mine < its
 
 
+@dataclass(eq=False, slots=True)
 class MessageQueue:
     """The waiters of one resource and limit, in order of priority, then of first deferral."""
 
-    __slots__ = ("_head_left_at", "_head_left_since", "_interval", "waiters")
-
-    def __init__(self) -> None:
-        self.waiters: list[WaitingMessage] = []
-        self._interval = 0.0  # seconds that the last head waited to be named; 0: unknown
-        # when the head was dispatched to try, and its first deferral
-        self._head_left_at, self._head_left_since = -math.inf, -math.inf
-
-    def add(self, waiter: WaitingMessage) -> WaitingMessage | None:
-        """Queue a waiter; return the head that it displaced, if any."""
-        bisect.insort(self.waiters, waiter)
-        if self.waiters[0] is not waiter:
-            return None
-        if waiter.since == self._head_left_since:  # the dispatched head is back: it was refused
-            self._head_left_at, self._head_left_since = -math.inf, -math.inf
-        return self.waiters[1] if len(self.waiters) > 1 else None
-
-    def remove(
-        self, waiter: WaitingMessage, now: float, *, is_named: bool
-    ) -> WaitingMessage | None:
-        """Remove a waiter; return the next head if the waiter was the head.
-
-        is_named: a release named this worker, so the next one will as well.
-        """
-        place = bisect.bisect_left(self.waiters, waiter)
-        del self.waiters[place]
-        if place > 0:
-            return None
-        interval = now - max(self._head_left_at, waiter.came_at)
-        self._interval = interval if is_named and math.isfinite(interval) else 0.0
-        self._head_left_at, self._head_left_since = now, waiter.since
-        return self.waiters[0] if self.waiters else None
-
-    def turn_of(self, waiter: WaitingMessage, times: WaitingTimes) -> float:
-        """Return the monotonic second from which a waiter may try by itself; inf: not the head.
-
-        If a head before it has just been dispatched, it may try only after `retry_next_after`
-        without its return; later, if the releases that name this worker come less often. With many
-        workers each head would look in vain otherwise.
-        """
-        if self.waiters[0] is not waiter:
-            return math.inf
-        usual = min(2 * self._interval, times.retry_next_at_most)
-        return self._head_left_at + max(times.retry_next_after, usual)
+    waiters: list[WaitingMessage] = field(default_factory=list)
+    interval: float = 0.0  # seconds that the last head waited to be named; 0: unknown
+    # when the last head was dispatched to try, and its first deferral
+    head_left_at: float = -math.inf
+    head_left_since: float = -math.inf
 
 
 class MessageQueues:
-    """All messages that wait in one worker; `add` and `remove` are those of `MessageQueue`.
+    """All messages that wait in one worker.
 
     A resource is remembered for a while without waiters: how often its releases name this worker,
     and that the worker listens.
@@ -167,33 +129,56 @@ class MessageQueues:
         return [waiter for queue in queues for waiter in queue.waiters]
 
     def add(self, waiter: WaitingMessage) -> WaitingMessage | None:
+        """Queue a waiter; return the head that it displaced, if any."""
         self._by_request[waiter.request] = waiter
         self.waiting_for_release += waiter.waits_for_release
         resource = waiter.queue.resource
         self._emptied_at.pop(resource, None)
         queue = self._queues.setdefault(resource, {}).setdefault(waiter.queue, MessageQueue())
-        return queue.add(waiter)
+        bisect.insort(queue.waiters, waiter)
+        if queue.waiters[0] is not waiter:
+            return None
+        if waiter.since == queue.head_left_since:  # the dispatched head is back: it was refused
+            queue.head_left_at = queue.head_left_since = -math.inf
+        return queue.waiters[1] if len(queue.waiters) > 1 else None
 
     def remove(
         self, waiter: WaitingMessage, now: float, *, is_named: bool = False
     ) -> WaitingMessage | None:
+        """Remove a waiter; return the next head if the waiter was the head.
+
+        is_named: a release named this worker, so the next one will as well.
+        """
         del self._by_request[waiter.request]
         self.waiting_for_release -= waiter.waits_for_release
         resource = waiter.queue.resource
-        following = self._queues[resource][waiter.queue].remove(waiter, now, is_named=is_named)
+        queue = self._queues[resource][waiter.queue]
+        place = bisect.bisect_left(queue.waiters, waiter)
+        del queue.waiters[place]
         if not self.heads(resource):
             self._emptied_at[resource] = now
-        return following
+        if place > 0:
+            return None
+        interval = now - max(queue.head_left_at, waiter.came_at)
+        queue.interval = interval if is_named and math.isfinite(interval) else 0.0
+        queue.head_left_at, queue.head_left_since = now, waiter.since
+        return queue.waiters[0] if queue.waiters else None
 
     def retry_in(self, waiter: WaitingMessage, now: float) -> float | None:
         """Return the seconds after which a waiter is to try without a release; 0: now.
 
         None: at its ETA, for which Celery has set a timer. A waiter behind the head tries at its
-        deadline: the broker would deliver its message anew soon after.
+        deadline: the broker would deliver its message anew soon after. If a head before it has just
+        been dispatched, the head tries only after `retry_next_after` without its return; later, if
+        the releases that name this worker come less often: with many workers each head would look
+        in vain otherwise.
         """
         if not waiter.waits_for_release or (waiter.eta > now and not waiter.is_postponed):
             return None
-        turn = self._queues[waiter.queue.resource][waiter.queue].turn_of(waiter, self._times)
+        queue, turn = self._queues[waiter.queue.resource][waiter.queue], math.inf
+        if queue.waiters[0] is waiter:
+            usual = min(2 * queue.interval, self._times.retry_next_at_most)
+            turn = queue.head_left_at + max(self._times.retry_next_after, usual)
         return max(0.0, min(max(turn, waiter.eta), waiter.deadline) - now)
 
     def head(self, key: QueueKey) -> WaitingMessage | None:

@@ -1,16 +1,13 @@
 """The waiting room: deferred messages in a worker's main process, dispatched at a release.
 
 A deferred message comes to some worker's main process, which keeps it until its countdown is over.
-If its task acknowledges late, it stays in the main process whose pool was refused the lock. There
-it waits in a queue, in order of priority, then of first deferral, for the resource that refused it.
-The nodes know since when the first of each queue waits, and a release names the workers that are
-next (`successor.py`). Without a release only the head looks again: about every 10 s, and at the end
-of its countdown, which ends with the lease that refused it. If more messages wait than the worker
-has capacity for, the last of the longest queue is dispatched, and goes to the broker if refused.
+If its task acknowledges late, it stays in the main process whose pool was refused the lock. It
+waits in the queue of the resource that refused it (`queues.py`); a release names the workers that
+are next (`successor.py`). Without a release only the head looks again: about every 10 s, and at the
+end of its countdown, which ends with the lease that refused it.
 
 Messages for which no quorum voted wait in a queue of their own. Each tries at the end of its
-countdown, and all at once as soon as a quorum of nodes is subscribed to again, or an operator
-trusts nodes.
+countdown, and all at once as soon as there may be a quorum again.
 
 The way of a release: `Subscriber` thread -> `Inbox.on_message` -> `Successor.on_step` ->
 `EventLoop.call_soon` -> `Dispatcher.dispatch` for the head of each queue.
@@ -45,13 +42,7 @@ from celery_redlock.tasks.delivery.delivery import (
     utc_now,
 )
 from celery_redlock.tasks.delivery.route import CAME_BACK, driver_of
-from celery_redlock.tasks.per_app import (
-    leave_redlock,
-    redlock_of,
-    settings_of,
-    time_of_nodes,
-)
-from celery_redlock.tasks.reporting import StoringThread
+from celery_redlock.tasks.per_app import leave_redlock, redlock_of, settings_of, time_of_nodes
 from celery_redlock.tasks.waiting.dispatch import capacity
 from celery_redlock.tasks.waiting.loop import EventLoop
 from celery_redlock.tasks.waiting.queues import (
@@ -107,7 +98,7 @@ class WaitingRoom(bootsteps.StartStopStep):
         self._end_sweeps: Callable[[], None] | None = None
         self._coming_back: dict[Any, Deferral] = {}  # by request
         self._forget()
-        _rooms[parent] = self
+        rooms[parent] = self
 
     def _forget(self) -> None:
         self._successor.forget()
@@ -128,7 +119,7 @@ class WaitingRoom(bootsteps.StartStopStep):
         """Forget all waiters: the broker delivers their messages again.
 
         If the worker stops, those that were deferred here are published before, with their
-        deferrals. One that the broker does not take is the last one tried.
+        deferrals, until the broker does not take one.
         """
         end_sweeps, self._end_sweeps = self._end_sweeps, None
         if end_sweeps is not None:  # first: a sweep may run now, and would go on
@@ -158,7 +149,7 @@ class WaitingRoom(bootsteps.StartStopStep):
         if self.inbox is not None:
             self.inbox.close()
         self._redlock = None
-        _rooms.pop(parent, None)  # the room refers to the consumer, which would stay for ever
+        rooms.pop(parent, None)  # the room refers to the consumer, which would stay for ever
         if not any(rooms_of(parent.app)):
             leave_redlock(parent.app)
 
@@ -177,17 +168,14 @@ class WaitingRoom(bootsteps.StartStopStep):
         inbox.listen()
 
     def take_back(self, request: Any, deferral: Deferral) -> None:
-        """Let a message wait that a run of this worker was refused; in any thread.
-
-        The broker delivers it again if it came over a connection that was lost.
-        Source: celery.worker.consumer.tasks makes a consumer for each connection.
-        """
+        """Let a message wait that a run of this worker was refused; in any thread."""
         if request.hostname != self._consumer.hostname:
             return  # of another worker of the app in this process
         if self._end_sweeps is None:
             if self._is_stopping:
                 request.publish_again()
             return
+        # else its connection was lost, and the broker delivers it again
         if request.message.channel is self._consumer.task_consumer.channel:
             self._coming_back[request] = deferral
             self._loop.call_soon(self._take_back, request)
@@ -204,8 +192,8 @@ class WaitingRoom(bootsteps.StartStopStep):
     def note_refusal(self, deferral: Deferral) -> None:
         """Remember for a moment that a run of this worker was refused a lock; in any thread."""
         if deferral.is_taken:
-            queue = self._queue_of(deferral.resource, deferral.limit)
-            self._refusals[queue] = self._clock.now(), deferral
+            lock = QueueKey(deferral.resource, deferral.limit)
+            self._refusals[lock] = self._clock.now(), deferral
 
     def may_refuse(self, task_name: str) -> bool:
         """Return whether `refusal_of` may know of any refusal, or is to note a message."""
@@ -220,17 +208,17 @@ class WaitingRoom(bootsteps.StartStopStep):
         Of a task with a rate limit one message of each lock waits for its rate, and the others for
         that one.
         """
+        dispatcher = self._dispatcher
         queues = [self._queue_of(resource, limit, request.name) for resource in resources]
-        for resource, queue in zip(resources, queues, strict=True):
-            with self._dispatcher.mutex:
-                head = self._dispatcher.queues.head(queue)
-                waits = head is not None or self._dispatcher.awaits_rate(queue)
-            run = self._dispatcher.run_of(resource) if limit == 1 else None
+        for queue in queues:
+            with dispatcher.mutex:
+                waits = dispatcher.queues.head(queue) is not None or dispatcher.awaits_rate(queue)
+            run = dispatcher.run_of(queue.resource) if limit == 1 else None
             if run is not None:
                 if run.id == request.id:
                     return None  # this message, delivered once more: DEFERRED would hide its run
                 holder = label_of_run(str(run.delivery.run_id), run.hostname)
-                return LockTaken(resource, holder, None)
+                return LockTaken(queue.resource, holder, None)
             now = self._clock.now()
             at, known = self._refusals.get(QueueKey(queue.resource, limit), NEVER_REFUSED)
             expires_in = known.expires_in
@@ -240,34 +228,34 @@ class WaitingRoom(bootsteps.StartStopStep):
                 expires_in = None
             elif expires_in is not None:
                 expires_in = max(0.0, at + expires_in - now)
-            return LockTaken(resource, known.holder, expires_in, limit=limit)
-        self._dispatcher.note_leaving(request, queues)
+            return LockTaken(queue.resource, known.holder, expires_in, limit=limit)
+        dispatcher.note_leaving(request, queues)
         return None
 
-    def _queue_of(self, resource: str, limit: int, task_name: str = "") -> QueueKey:
-        """Return the queue of a lock. task_name: of one that may have a rate limit."""
-        has_rate = bool(task_name) and self._dispatcher.bucket_of(task_name) is not None
+    def _queue_of(self, resource: str, limit: int, task_name: str) -> QueueKey:
+        has_rate = self._dispatcher.bucket_of(task_name) is not None
         return QueueKey(resource, limit, task_name if has_rate else "")
 
     def _waiter_of(self, request: Any, deferral: Deferral) -> WaitingMessage:
-        settings, now = settings_of(self._consumer.app), self._clock.now()
-        received = request.request_dict["properties"].get(RECEIVED, now)
+        app, now = self._consumer.app, self._clock.now()
+        properties = request.request_dict["properties"]
         queue = QueueKey(WITHOUT_QUORUM, 1)
         if deferral.is_taken:
             resource = deferral.resource or deferral.resources[0]  # a sender may leave it out
             queue = self._queue_of(resource, deferral.limit, request.name)
-        priority = request.request_dict["properties"].get("priority")
+        # a message whose run was refused has been unacknowledged since it came; random, as all at
+        # once would be a herd
+        received = min(now, properties.get(RECEIVED, now))
+        cap = settings_of(app).countdown_cap * random.uniform(0.5, 1.0)  # noqa: S311
         return WaitingMessage(
             request,
             since=deferral.since,
             queue=queue,
             eta=now + max(0.0, (request.eta - utc_now()).total_seconds()),
-            # random, as all at once would be a herd; a message that a run was refused may have been
-            # here before, and has been unacknowledged since
-            deadline=min(now, received) + settings.countdown_cap * random.uniform(0.5, 1.0),  # noqa: S311
+            deadline=received + cap,
             waits_for_release=deferral.waits_for_release and request.expires is None,
             came_at=now,
-            priority=priority_order(priority, driver_of(self._consumer.app)),
+            priority=priority_order(properties.get("priority"), driver_of(app)),
         )
 
     def _connect(self) -> Inbox:
@@ -290,9 +278,8 @@ class WaitingRoom(bootsteps.StartStopStep):
     def _on_vote(self, channel: str, message: str, node: int) -> None:
         """Dispatch all messages that wait for a quorum, as there may be one again.
 
-        message: of an operator's `trust`, the same from each node once all of them have done it. A
-        node counts once in a while, as it could send any number. "" as a subscription begins: of a
-        quorum of nodes, one more is up than before.
+        message: of an operator's `trust`, the same from each node. A node counts once in a while,
+        as it could send any number. "" as a subscription begins: one more node is up than before.
         """
         now = self._clock.now()
         if message:
@@ -339,34 +326,26 @@ def _closing_twice(connect: Callable[..., Any], heartbeat: float | None = None) 
     return connection
 
 
-_rooms: weakref.WeakKeyDictionary[Any, WaitingRoom] = weakref.WeakKeyDictionary()
+# of this process, by consumer
+rooms: weakref.WeakKeyDictionary[Any, WaitingRoom] = weakref.WeakKeyDictionary()
 
 
 def waiters_of(consumer: Any) -> list[WaitingMessage]:
     """Return who waits in the worker of a consumer, in order."""
-    room = _rooms.get(consumer)
+    room = rooms.get(consumer)
     return [] if room is None else room.waiting()
 
 
 def rooms_of(app: Any) -> Iterator[WaitingRoom]:
     """Yield the rooms of an app's workers in this process."""
-    for consumer, room in list(_rooms.items()):
+    for consumer, room in list(rooms.items()):
         if consumer.app is app:
             yield room
 
 
-def thread_of(app: Any) -> StoringThread | None:
-    """Return what stores the states that an app's worker reports; None in other processes."""
-    return next((room.states for room in rooms_of(app)), None)
-
-
-def room_of(consumer: Any) -> WaitingRoom | None:
-    return _rooms.get(consumer)
-
-
 def admit_received(sender: Any = None, request: Any = None, **_: Any) -> None:
     """Let a message that was refused a lock wait in the room; in the worker's main process."""
-    room = None if request.eta is None else _rooms.get(sender)
+    room = None if request.eta is None else rooms.get(sender)
     if room is None:
         return
     deferral = LockHeader.of(request._context).deferral

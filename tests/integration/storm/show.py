@@ -58,15 +58,12 @@ class Storm:
         self._client: Redis = broker.client()
         stack.callback(self._client.close)
         conf = {
-            "broker_url": broker.url,
-            "result_backend": broker.url,
+            "broker_url": broker.url, "result_backend": broker.url,
             "broker_transport_options": {"visibility_timeout": VISIBILITY},
             "redlock_nodes": [node.url for node in self.nodes],
-            "redlock_node_timeout": NODE_TIMEOUT,
-            "redlock_ttl": TTL,
-            "redlock_max_ttl": MAX_TTL,
+            "redlock_node_timeout": NODE_TIMEOUT, "redlock_ttl": TTL, "redlock_max_ttl": MAX_TTL,
             "redlock_done_ttl": REMEMBERED,
-        }
+        }  # fmt: skip
         self._app = Celery("storm", set_as_default=False)
         self._app.conf.update(conf)
         stack.callback(self._app.close)

@@ -48,7 +48,7 @@ MUTANTS = (
     Mutant("a redelivery stores REVOKED over its first delivery, which a later send replaces",
            "tasks.execution.outcomes:completion_marker",
            "integration/test_second_deliveries.py::a_second_delivery_of_a_run_that_a_later_send",
-           "heeds_later=not delivery.is_redelivered,", "heeds_later=True,"),
+           "heeds_later=is_unique and not delivery.is_redelivered,", "heeds_later=is_unique,"),
     Mutant("a second send in a window is published",
            "tasks.unique.claim:Claim.send", "contract/test_unique.py::a_second_send_in_the_window",
            "if earlier is not None:", "if False:"),
