@@ -163,15 +163,9 @@ class LockTaken(NotAcquired):
     _anchor = anchors.LOCK_TAKEN
 
     def __init__(
-        self,
-        resource: str,
-        holder: str = "",
-        expires_in: float | None = None,
-        waited: float = 0.0,
-        deferrals: int = 0,
-        ttl: float | None = None,
-        limit: int = 1,
-    ) -> None:
+        self, resource: str, holder: str = "", expires_in: float | None = None,
+        waited: float = 0.0, deferrals: int = 0, ttl: float | None = None, limit: int = 1,
+    ) -> None:  # fmt: skip
         super().__init__(resource, holder, expires_in, waited, deferrals, ttl, limit)
         self.resource, self.holder, self.expires_in = resource, holder, expires_in
         self.waited, self.deferrals, self.ttl, self.limit = waited, deferrals, ttl, limit
@@ -215,13 +209,9 @@ class QuorumUnreachable(NotAcquired):
     _anchor = anchors.NO_QUORUM
 
     def __init__(
-        self,
-        resource: str,
-        causes: Sequence[str] = (),
-        quorum: int = 0,
-        waited: float = 0.0,
+        self, resource: str, causes: Sequence[str] = (), quorum: int = 0, waited: float = 0.0,
         deferrals: int = 0,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(resource, list(causes), quorum, waited, deferrals)
         self.resource, self.causes, self.quorum = resource, list(causes), quorum
         self.waited, self.deferrals = waited, deferrals

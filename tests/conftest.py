@@ -134,6 +134,18 @@ def mortal_nodes() -> Iterator[Nodes]:
         yield servers
 
 
+@contextmanager
+def paused(*nodes: EmbeddedNode) -> Iterator[None]:
+    """Let nodes stand still meanwhile."""
+    for node in nodes:
+        node.pause()
+    try:
+        yield
+    finally:
+        for node in nodes:
+            node.resume()
+
+
 @pytest.fixture
 def wall_clock(tmp_path_factory: pytest.TempPathFactory) -> WallClock:
     """Give a clock for a node or a worker."""

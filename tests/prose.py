@@ -103,7 +103,6 @@ def habits(page: Path) -> list[tuple[Sentence, str]]:
 
 
 def main(names: list[str]) -> None:
-    """Print the findings of these pages, or of all."""
     for page in [Path(name).resolve() for name in names] or PAGES:
         print(f"{name_of(page)}: {mean_words(page):.1f} words a sentence")
         for sentence in long_sentences(page):

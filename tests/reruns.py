@@ -18,7 +18,7 @@ NEVER = [
 # these count bodies: they run again only if a wait was too long, never if a count was wrong
 IF_A_WAIT_ENDED = [
     "tests/integration/test_exclusion.py", "tests/integration/test_fencing.py",
-    "tests/integration/test_late_write.py", "tests/integration/test_permits.py",
+    "tests/integration/test_shop.py", "tests/integration/test_permits.py",
     "tests/integration/test_second_deliveries.py", "tests/integration/test_several_resources.py",
     "tests/integration/test_twins.py", "tests/integration/test_unique.py",
     "tests/integration/test_untried.py",

@@ -92,7 +92,6 @@ def on_postgresql() -> Iterator[Run]:
 
 @pytest.fixture(params=[on_sqlite, on_postgresql])
 def run(request: pytest.FixtureRequest) -> Iterator[Run]:
-    """Give a function that runs a statement on a database and returns the rows it touched."""
     for run in request.param():
         for statement in TABLES.split(";"):
             run(statement)

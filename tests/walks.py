@@ -64,7 +64,6 @@ class Walks:
 
 
 def main() -> None:
-    """Walk, and print the least of each."""
     walks = Walks()
     threading.setprofile(walks.note)
     sys.setprofile(walks.note)

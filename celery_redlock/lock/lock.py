@@ -49,7 +49,7 @@ class Lock:
         self._last: Hold | None = None  # the last acquire, to report why it has ended
         prefix, ttl = self._session.options.prefix, options.ttl
         # without those of a semaphore's further permits
-        self._keys = [LockKey(prefix, resource, 0, ttl) for resource in options.resources]
+        self._keys = [LockKey(prefix, resource, ttl) for resource in options.resources]
 
     @property
     def resource(self) -> str:

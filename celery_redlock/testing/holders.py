@@ -78,13 +78,9 @@ def default_target(on: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def hold(
-    *resources: str,
-    on: Any = None,
-    ttl: float = 30.0,
-    renew: bool = True,
-    limit: int = 1,
+    *resources: str, on: Any = None, ttl: float = 30.0, renew: bool = True, limit: int = 1,
     by: str = "another owner, made by hold()",
-) -> Iterator[Lock]:
+) -> Iterator[Lock]:  # fmt: skip
     """Hold resources as another owner: an acquire by the test or a task finds them taken.
 
     on: an app, a `Redlock` or nodes; None means those of the fixtures or of `use_nodes`, else

@@ -19,6 +19,7 @@ from celery_redlock.lock.server.requests import (
     GRANT,
     GUARD,
     MARKER,
+    PERMIT,
     REGISTER,
     RELEASE,
     RENEW,
@@ -27,7 +28,7 @@ from celery_redlock.lock.server.requests import (
 from celery_redlock.lock.transport.command import Script, encode_bulk
 from celery_redlock.tasks.unique.rounds import UNIQUE
 
-SCRIPTS = (GRANT, RENEW, RELEASE, REGISTER, GUARD, TRUST, BREAK, UNIQUE, MARKER)
+SCRIPTS = (GRANT, PERMIT, RENEW, RELEASE, REGISTER, GUARD, TRUST, BREAK, UNIQUE, MARKER)
 NOSCRIPT = b"-NOSCRIPT No matching script. Please use EVAL.\r\n"
 FOREIGN_SCRIPT = b"-ERR this node is a fake: it runs the scripts of celery_redlock alone\r\n"
 

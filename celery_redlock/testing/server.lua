@@ -38,6 +38,15 @@ function commands.GET(key)
   return entry and entry[1] or false
 end
 
+function commands.MGET(...)
+  local found = {}
+  for number, key in ipairs({...}) do
+    local entry = live(key)
+    found[number] = entry and type(entry[1]) == 'string' and entry[1] or false
+  end
+  return found
+end
+
 function commands.SET(key, value, px, ms)
   local ends = nil
   if px then
@@ -309,15 +318,6 @@ function plain.SET(key, value, ...)
     return before
   end
   return not refused and {ok = 'OK'}
-end
-
-function plain.MGET(...)
-  local found = {}
-  for number, key in ipairs({...}) do
-    local entry = live(key)
-    found[number] = entry and type(entry[1]) == 'string' and entry[1] or false
-  end
-  return found
 end
 
 function plain.DEL(...)

@@ -175,24 +175,14 @@ class WorkerProcess:
     """
 
     def __init__(
-        self,
-        app: str,
-        *,
-        pool: str = "prefork",
-        concurrency: int = 2,
-        name: str = "w1",
-        queues: Sequence[str] = (),
-        env: Mapping[str, str] | None = None,
-        options: Sequence[str] = (),
-        loglevel: str = "INFO",
-        cwd: Path | None = None,
+        self, app: str, *, pool: str = "prefork", concurrency: int = 2, name: str = "w1",
+        queues: Sequence[str] = (), env: Mapping[str, str] | None = None,
+        options: Sequence[str] = (), loglevel: str = "INFO", cwd: Path | None = None,
         command: Sequence[str] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         handle, path = tempfile.mkstemp(prefix=f"worker-{name}-", suffix=".log")
         os.close(handle)
-        self.log = Path(path)
-        self.name = name
-        self._cwd = cwd
+        self.log, self.name, self._cwd = Path(path), name, cwd
         self._env = {**os.environ, "C_FORCE_ROOT": "1", **(env or {})}
         self._command = list(command) if command is not None else [
             sys.executable, "-m", "celery", "-A", app, "worker",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from celery_redlock.lock.engine.acquirer import AlreadyCompletedError
 from celery_redlock.lock.lock import release_all
 from celery_redlock.lock.model.options import CompletionMarker, LockOptions
 from celery_redlock.tasks.execution.outcomes import read_markers
-from tests.conftest import PATIENCE, TTL, Nodes, eventually, keys_on, settle, settled
+from tests.conftest import PATIENCE, TTL, Nodes, eventually, keys_on, paused, settle
 
 RUN = "1:shop.settle:0:0"
 DONE = "{redlock}:done:" + RUN
@@ -41,13 +40,6 @@ def ends(redlock: Redlock, **lock: Any) -> None:
 
 def marks_on(nodes: Nodes) -> list[bool]:
     return [bool(node.client().exists(DONE)) for node in nodes]
-
-
-@pytest.fixture
-def rival(nodes: Nodes) -> Iterator[Redlock]:
-    """Give a client beside `redlock`, as of another process."""
-    with settled(nodes) as made:
-        yield made
 
 
 def test_the_release_of_a_run_that_is_done_marks_it_on_every_node(
@@ -97,12 +89,8 @@ def test_one_node_of_the_quorum_that_says_so_is_enough(
     for index, node in enumerate(nodes):
         if index != told:
             node.client().delete(DONE)
-    away = nodes[told - 1]
-    away.pause()
-    try:
+    with paused(nodes[told - 1]):
         assert outcome(rival) == "done"
-    finally:
-        away.resume()
 
 
 def outcome(redlock: Redlock) -> str:

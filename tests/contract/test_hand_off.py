@@ -24,10 +24,10 @@ from celery_redlock.lock.inspection import break_lock, list_locks
 from celery_redlock.lock.model.handoff import Place
 from celery_redlock.lock.model.keys import inbox_channel, lock_key, waiting_key
 from celery_redlock.lock.platform.clock import SystemClock
-from celery_redlock.lock.server.requests import BREAK, MOST_ASKED, REGISTER, RELEASE
+from celery_redlock.lock.server.requests import BREAK, REGISTER, RELEASE
 from celery_redlock.lock.transport.command import Round, Script, text_of
 from celery_redlock.lock.transport.poller import Poller
-from tests.conftest import FREED, NODE_TIMEOUT, Nodes, eventually, hearing, settle
+from tests.conftest import FREED, NODE_TIMEOUT, Nodes, eventually, hearing, paused, settle
 from tests.contract.conftest import in_child
 from tests.contract.points import interrupt
 from tests.pages import ROOT
@@ -51,14 +51,14 @@ def run(client: Redis, script: Script, keys: list[str], *args: str) -> Any:
     return client.eval(script.source.decode(), len(keys), *keys, *args)
 
 
-def register(client: Redis, waiter: str, since: float, *keys: str, passed: int = 0) -> Any:
-    words = [waiter, str(since), MINUTE, str(passed), INBOX]
-    return run(client, REGISTER, [WAITING, *keys], *words)
+def register(client: Redis, waiter: str, since: float, *, limit: int = 0, passed: int = 0) -> Any:
+    words = [waiter, str(since), MINUTE, str(passed), INBOX, str(limit)]
+    return run(client, REGISTER, [WAITING, *[KEY] * bool(limit)], *words)
 
 
 def release(client: Redis) -> None:
     client.set(KEY, VALUE)
-    assert run(client, RELEASE, [KEY, WAITING], VALUE, INBOX) == 1
+    assert run(client, RELEASE, [KEY, WAITING], VALUE, INBOX, "1") == 1
     assert not client.exists(KEY)
 
 
@@ -122,14 +122,14 @@ class TestRegistration:
         self, client: Redis, ears: Ears
     ) -> None:
         ears.listen(*(f"{INBOX}w{number}" for number in (1, 2, 3)))
-        assert register(client, "w1", 1.0, KEY) == [0, 1, 0]
-        assert register(client, "w2", 2.5, KEY, PERMIT) == [1, 2, 0]
+        assert register(client, "w1", 1.0, limit=1) == [0, 1, 0]
+        assert register(client, "w2", 2.5, limit=2) == [1, 2, 0]
         client.set(KEY, VALUE)
-        assert register(client, "w3", 2.4, KEY) == [1, 0, -1]
+        assert register(client, "w3", 2.4, limit=1) == [1, 0, -1]
         client.set(PERMIT, VALUE, px=30_000)
-        rank, free, ms = register(client, "w3", 3.0, KEY, PERMIT)
+        rank, free, ms = register(client, "w3", 3.0, limit=2)
         assert (rank, free, ms) == (2, 0, -1)  # those before it take what ends
-        rank, free, ms = register(client, "w1", 1.0, KEY, PERMIT)
+        rank, free, ms = register(client, "w1", 1.0, limit=2)
         assert (rank, free, 0 < ms <= 30_000) == (0, 0, True)
 
     def test_that_does_not_ask_gets_no_answer(self, client: Redis) -> None:
@@ -155,41 +155,27 @@ class TestRegistration:
             ears.listen(f"{INBOX}w{number}")
             register(client, f"w{number}", float(number))
         client.set(KEY, VALUE)
-        assert register(client, "w3", 3.0, KEY, passed=2) == [3, 0, -1]
+        assert register(client, "w3", 3.0, limit=1, passed=2) == [3, 0, -1]
         assert waiting(client) == ["w0", "w1", "w2", "w3"]
-        assert register(client, "w3", 3.0, KEY, PERMIT, passed=2) == [1, 1, -1]
+        assert register(client, "w3", 3.0, limit=2, passed=2) == [1, 1, -1]
         assert waiting(client) == ["w2", "w3"]
-        assert register(client, "w2", 2.0, KEY, PERMIT, passed=9) == [0, 1, 0]
+        assert register(client, "w2", 2.0, limit=2, passed=9) == [0, 1, 0]
         assert waiting(client) == ["w2", "w3"]  # never those behind
 
     def test_strikes_the_dead_before_it_if_a_key_is_free(self, client: Redis, ears: Ears) -> None:
         ears.listen(f"{INBOX}w1")
         for number in range(4):
             register(client, f"w{number}", float(number))
-        assert register(client, "w3", 3.0, KEY) == [1, 1, 0]
+        assert register(client, "w3", 3.0, limit=1) == [1, 1, 0]
         assert waiting(client) == ["w1", "w3"]
 
     def test_that_a_server_refuses_to_keep_is_told_when_a_key_is_free(self, client: Redis) -> None:
         with allowed_on(client, "+@all", "-zadd") as unkept:
             client.set(KEY, VALUE)
-            assert register(unkept, "w1", 1.0, KEY) == [-1, 0, -1]
+            assert register(unkept, "w1", 1.0, limit=1) == [-1, 0, -1]
             client.delete(KEY)
-            assert register(unkept, "w1", 1.0, KEY) == [-1, 1, 0]
+            assert register(unkept, "w1", 1.0, limit=1) == [-1, 1, 0]
         assert not waiting(client)
-
-    def test_asks_about_no_more_permits_than_one_question_looks_at(
-        self, redlock: Redlock, client: Redis
-    ) -> None:
-        callers = redlock.session.callers
-        for limit, free in ((MOST_ASKED, MOST_ASKED), (MOST_ASKED + 1, None)):
-            caller = Caller("r", limit, 1.0)
-            callers.join(caller)
-            try:
-                eventually(lambda: hearing(redlock) == 3)
-                place = callers.inbox.place("r", limit, 0)
-                assert (place and place.free) == free
-            finally:
-                callers.leave(caller)
 
 
 @pytest.mark.parametrize("script", [RELEASE, BREAK])
@@ -386,14 +372,9 @@ class TestQuestion:
     ) -> None:
         answers: Queue[int] = Queue()
         before = asked(nodes)
-        for node in nodes:
-            node.pause()
-        try:
+        with paused(*nodes):
             for number in range(100):
                 inbox.ask("r", 1, 0, lambda _, number=number: answers.put(number))
-        finally:
-            for node in nodes:
-                node.resume()
         assert sorted(answers.get(timeout=WAIT) for _ in range(100)) == list(range(100))
         settle(redlock)
         assert answers.empty()
@@ -401,14 +382,9 @@ class TestQuestion:
 
     def test_of_another_lock_waits_for_none(self, inbox: Inbox, nodes: Nodes) -> None:
         answers: Queue[int] = Queue()
-        for node in nodes:
-            node.pause()
-        try:
+        with paused(*nodes):
             for limit in (1, 2, 3):
                 inbox.ask("r", limit, 0, lambda _, limit=limit: answers.put(limit))
-        finally:
-            for node in nodes:
-                node.resume()
         assert sorted(answers.get(timeout=WAIT) for _ in range(3)) == [1, 2, 3]
 
 

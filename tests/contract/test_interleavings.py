@@ -319,7 +319,7 @@ def test_a_refusal_that_another_thread_brings_in_does_not_disturb_who_reads_the_
 @pytest.mark.usefixtures("restless_threads")
 def test_what_is_known_of_a_hold_can_be_read_while_another_thread_brings_in_answers() -> None:
     nodes = range(9)
-    key = LockKey("redlock", "r", 0, TTL)
+    key = LockKey("redlock", "r", TTL)
     fence, hold = Fence(5), Lease(key, "value", len(nodes), 5, 0.0, guarded=True)
     for node in nodes:
         hold.confirm(node, 0.0, "before")

@@ -196,7 +196,7 @@ def test_a_run_that_was_ended_is_done_only_where_it_had_its_lock(
     with redlock_of(app) as redlock:
         terms = LockOptions(("k",), TTL, 0.0, renew=False, max_hold=None, label=f"{run} worker")
         session = redlock.session
-        keys = [LockKey("redlock", "k", 0, TTL)]
+        keys = [LockKey("redlock", "k", TTL)]
         holding = Acquisition(terms, keys, session.current_owner())
         holding.leases = [session.acquirer.new_lease(terms, key) for key in keys]
         slot, known = JournalSlot(), Children()

@@ -47,6 +47,7 @@ from tests.conftest import (
     eventually,
     hearing,
     keys_on,
+    paused,
     receiving,
     see_freed,
     see_quorum,
@@ -248,13 +249,10 @@ class TestRelease:
         with over(mortal_nodes) as made:
             lock = made.lock("r").acquire()
             settle(made)
-            for node in mortal_nodes:
-                node.pause()
-            started = time.monotonic()
-            lock.release()
-            took = time.monotonic() - started
-            for node in mortal_nodes:
-                node.resume()
+            with paused(*mortal_nodes):
+                started = time.monotonic()
+                lock.release()
+                took = time.monotonic() - started
         assert took < PATIENCE / 2
 
     def test_a_second_one_does_nothing(self, redlock: Redlock, nodes: Nodes) -> None:
@@ -312,13 +310,10 @@ class TestRelease:
         """One whose connection broke behind them both: nobody knows in which order they run."""
         redlock = brisk_redlock
         settle(redlock)
-        nodes[2].pause()
-        try:
+        with paused(nodes[2]):
             with redlock.lock("r", ttl=60):
                 value = eventually(lambda: nodes[0].client().get(KEY))
             eventually(lambda: redlock.session.nodes.all[2].connection is None)
-        finally:
-            nodes[2].resume()
         eventually(lambda: redlock.session.releaser.outbox.is_empty)
         settle(redlock)
         for node in nodes:
@@ -367,13 +362,10 @@ class TestLoss:
             settle(made)
             # at risk for a third of it, which whoever is to say so must not sleep through
             lock = made.lock("r", ttl=18).acquire()
-            for node in mortal_nodes:
-                node.pause()
-            eventually(lambda: not lock.held)
-            eventually(lambda: seen == ["r"])
-            assert "'r' is at risk" in caplog.text
-            for node in mortal_nodes:
-                node.resume()
+            with paused(*mortal_nodes):
+                eventually(lambda: not lock.held)
+                eventually(lambda: seen == ["r"])
+                assert "'r' is at risk" in caplog.text
             settle(made)
             assert not lock.held
             assert seen == ["r"]

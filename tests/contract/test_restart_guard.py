@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -21,13 +20,11 @@ from tests.conftest import (
     TTL,
     Nodes,
     eventually,
-    is_free,
-    see_freed,
     see_renewal,
     settle,
     trust_nodes,
 )
-from tests.contract.proxy import BOTH_WAYS, FAIR, Proxy, Weather, proxies
+from tests.contract.proxy import Proxy, proxies
 
 KEY = "{redlock}:lock:r"
 # an address, the two servers that it leads to in turn, and all URLs
@@ -44,14 +41,6 @@ def over(nodes: Nodes | list[Proxy], **options: Any) -> Redlock:
 def restart_empty(node: EmbeddedNode) -> None:
     node.kill()
     node.start()
-
-
-def see_told(redlock: Redlock) -> None:
-    """Return when the replies so far are read, and whoever is told of them has been told."""
-    settle(redlock)
-    told = threading.Event()
-    redlock.session.watchdog.call_soon(told.set)
-    assert told.wait(60)
 
 
 class TestSilence:
@@ -517,39 +506,6 @@ class TestRepair:
             mortal_nodes[2].start()
             eventually(lambda: mortal_nodes[2].client().exists(KEY))
             assert lock.held
-
-    @pytest.mark.slow
-    @pytest.mark.parametrize("weather", [Weather(refuses=True), Weather(swallows=BOTH_WAYS)])
-    def test_a_node_that_was_reclaimed_is_freed_though_its_connection_breaks_at_the_release(
-        self, mortal_nodes: Nodes, weather: Weather, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        with proxies(mortal_nodes) as before, over(before, max_ttl=30) as redlock:
-            before[2].weather = weather
-            lock = redlock.lock("r", wait=60).acquire()
-            eventually(lambda: f"{before[2].port} gives no vote" in caplog.text)
-            before[2].weather = FAIR
-            eventually(lambda: mortal_nodes[2].client().exists(KEY))
-            before[2].weather = Weather(swallows=BOTH_WAYS)
-            lock.release()
-            eventually(lambda: is_free(mortal_nodes[:2], "r"))
-            before[2].cut()
-            before[2].weather = FAIR
-            see_freed(mortal_nodes, "r")
-
-    def test_a_lock_whose_nodes_restarted_empty_is_not_lost_where_it_is_released_before_its_reclaim(
-        self, mortal_nodes: Nodes, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        # what is not renewed is not reclaimed either
-        with over(mortal_nodes, node_timeout=PATIENCE, max_ttl=30) as redlock:
-            settle(redlock)
-            with redlock.lock("r", renew=False) as lock:
-                settle(redlock)
-                for node in mortal_nodes[:2]:
-                    restart_empty(node)
-                settle(redlock)
-                assert lock.held
-            see_told(redlock)
-        assert "lost 'r'" not in caplog.text
 
     @pytest.mark.slow
     def test_a_key_deleted_on_a_bare_quorum_is_told_of_at_the_release(

@@ -106,7 +106,7 @@ def renew(value: str = "mine", least: str = "", *, repair: bool = False) -> tupl
 
 
 def release(*ended: str, inbox: str = INBOX) -> tuple[str, ...]:
-    return call(RELEASE, [KEY, WAITING, *([DONE] if ended else [])], "mine", inbox, *ended)
+    return call(RELEASE, [KEY, WAITING, *([DONE] if ended else [])], "mine", inbox, "1", *ended)
 
 
 BREAKS = call(BREAK, [KEY, BROKEN, WAITING], "theirs", "9000", INBOX)
@@ -396,7 +396,7 @@ class TestRequests:
         fence = None if token is None else Fence(1)
         if fence is not None and token is not None:
             fence.choose(token)
-        key = LockKey("redlock", resource, 0, 30.0)
+        key = LockKey("redlock", resource, 30.0)
         return Lease(key, "mine", 1, 1, 0.01, fence=fence)
 
     def sent(self, client: Redis, request: bytes) -> Any:

@@ -18,6 +18,7 @@ from tests.conftest import (
     eventually,
     is_free,
     keys_on,
+    paused,
     see_freed,
     settle,
     settled,
@@ -27,13 +28,6 @@ from tests.contract.conftest import at_once
 from tests.contract.contention import PROCESSES
 
 FENCE = "{redlock}:fence"
-
-
-@pytest.fixture
-def rival(nodes: Nodes) -> Iterator[Redlock]:
-    """Give a client beside `redlock`, as of another process."""
-    with settled(nodes) as made:
-        yield made
 
 
 @pytest.fixture
@@ -286,17 +280,11 @@ class TestFencing:
         ahead = time.time_ns() // 1000 + 3600 * 10**6  # by an hour; a day ahead is a forged one
         first.client().set(FENCE, ahead)
         with settled(mortal_nodes, NODE_TIMEOUT) as redlock:
-            second.pause()
-            tokens = [token_of(redlock)]
-            second.resume()
-            settle(redlock)
-            first.pause()  # whoever has not seen it must have been told
-            tokens.append(token_of(redlock))
-            first.resume()
-            settle(redlock)
-            third.pause()
-            tokens.append(token_of(redlock))
-            third.resume()
+            tokens = []
+            for away in (second, first, third):  # whoever has not seen it must have been told
+                settle(redlock)
+                with paused(away):
+                    tokens.append(token_of(redlock))
         assert tokens[0] > ahead
         assert grows(tokens)
 

@@ -31,6 +31,7 @@ from celery_redlock.lock.server.requests import (
     GRANT,
     GUARD,
     MARKER,
+    PERMIT,
     REGISTER,
     RELEASE,
     RENEW,
@@ -51,8 +52,9 @@ RUN, QUIET = guard_keys("redlock")
 FENCE, BROKEN = fence_key("redlock"), broken_key(LOCK, "t1:one")
 DONE = completion_key("redlock", "1:t:0:0")
 OTHER = lock_key("redlock", "other")
+PERMITS = [LOCK, *(lock_key("redlock", "r", permit) for permit in (1, 2))]
 TENURE, ELSEWHERE = tenure_key("redlock"), tenure_key("redlock", "other:6379")
-KEYS = (LOCK, OTHER, RUN, QUIET, FENCE, BROKEN, DONE)
+KEYS = (*PERMITS, OTHER, RUN, QUIET, FENCE, BROKEN, DONE)
 WAITING, INBOX = waiting_key("redlock", "r"), "inbox:"
 
 values = st.sampled_from(["t1:one", "t2:two", "t3"])
@@ -65,6 +67,7 @@ silences = st.sampled_from(["200000", "500000"])
 tokens = st.sampled_from(["", "0", "7", "1700000000000000", "4503599627370496"])
 marks = st.sampled_from(["600000", "900000"])  # ms of a marker: far above what is left of it
 waiters = st.sampled_from(["w1", "w2", "w3", "w4"])
+limits, passes = st.sampled_from(["1", "3"]), st.sampled_from(["0", "1", "2"])
 scores = st.sampled_from(["1700000000.123", "1700000000.124", "7", "-0.5"])
 Call = tuple[Script, tuple[str, ...], tuple[str, ...]]
 
@@ -73,6 +76,19 @@ calls: st.SearchStrategy[Call] = st.one_of(
         st.just(GRANT),
         st.sampled_from([(LOCK, RUN, QUIET, FENCE), (LOCK, RUN, QUIET, FENCE, DONE)]),
         st.tuples(values, ttls, tokens, runs, silences),
+    ),
+    st.tuples(
+        st.just(PERMIT),
+        st.sampled_from([(LOCK, RUN, QUIET), (LOCK, RUN, QUIET, DONE)]),
+        st.tuples(
+            values,
+            ttls,
+            st.just("3"),
+            st.sampled_from("012"),
+            st.sampled_from(["", "0", "2"]),
+            runs,
+            silences,
+        ),
     ),
     st.tuples(
         st.just(RENEW),
@@ -85,17 +101,19 @@ calls: st.SearchStrategy[Call] = st.one_of(
         st.tuples(values, good_ttls, tokens, values, good_ttls, tokens),
     ),
     st.tuples(
-        st.just(RELEASE), st.just((LOCK, WAITING)), st.tuples(values, st.sampled_from(["", INBOX]))
+        st.just(RELEASE),
+        st.just((LOCK, WAITING)),
+        st.tuples(values, st.sampled_from(["", INBOX]), limits),
     ),
     st.tuples(
         st.just(RELEASE),
         st.just((LOCK, WAITING, DONE)),
-        st.tuples(values, st.sampled_from(["", INBOX]), marks, good_ttls),
+        st.tuples(values, st.sampled_from(["", INBOX]), limits, marks, good_ttls),
     ),
     st.tuples(
         st.just(REGISTER),
-        st.sampled_from([(WAITING,), (WAITING, LOCK), (WAITING, LOCK, OTHER)]),
-        st.tuples(waiters, scores, good_ttls, st.sampled_from(["0", "1", "2"]), st.just(INBOX)),
+        st.sampled_from([(WAITING,), (WAITING, LOCK)]),
+        st.tuples(waiters, scores, good_ttls, passes, st.just(INBOX), limits),
     ),
     st.tuples(
         st.just(GUARD),
@@ -124,7 +142,7 @@ changes = st.one_of(
     st.tuples(st.just("SET"), st.sampled_from([TENURE, ELSEWHERE]), st.sampled_from(["7 run3"])),
     st.tuples(st.just("DEL"), st.just(WAITING), st.just("")),
     st.tuples(st.just("SET"), st.just(WAITING), st.just("of another program")),
-    st.tuples(st.just("SET"), st.sampled_from([LOCK, OTHER]), values),
+    st.tuples(st.just("SET"), st.sampled_from([*PERMITS, OTHER]), values),
     st.tuples(st.just("SET"), st.just(BROKEN), values),
     st.tuples(st.just("SET"), st.just(DONE), st.sampled_from(["600000", "-600000", "garbage"])),
     st.tuples(st.just("SET"), st.just(FENCE), st.sampled_from(["9007199254740990", "5"])),
@@ -224,11 +242,13 @@ def test_a_simulated_server_answers_and_remembers_as_a_real_one(
 registrations = st.tuples(
     st.just(REGISTER),
     st.sampled_from([(WAITING,), (WAITING, LOCK)]),
-    st.tuples(waiters, scores, good_ttls, st.sampled_from(["0", "1", "2"]), st.just(INBOX)),
+    st.tuples(waiters, scores, good_ttls, passes, st.just(INBOX), st.just("1")),
 )
 taken = st.just(("SET", LOCK, "t1:one"))
 given_back = st.tuples(
-    st.just(RELEASE), st.just((LOCK, WAITING)), st.tuples(st.just("t1:one"), st.just(INBOX))
+    st.just(RELEASE),
+    st.just((LOCK, WAITING)),
+    st.tuples(st.just("t1:one"), st.just(INBOX), st.just("1")),
 )
 handed_on = st.lists(st.one_of(registrations, registrations, taken, given_back), max_size=16)
 
@@ -325,7 +345,7 @@ commands = st.one_of(
     st.tuples(st.just("MGET"), st.just(LOCK), st.just("scores")),
     st.tuples(st.just("PEXPIRE"), st.just("scores"), st.sampled_from(["100000", "0"])),
     st.tuples(st.just("PUBSUB"), st.sampled_from(["NUMSUB", "numsub"]), st.just("nobody")),
-    st.tuples(st.just("SET"), st.sampled_from([LOCK, OTHER]), values),
+    st.tuples(st.just("SET"), st.sampled_from([*PERMITS, OTHER]), values),
     st.tuples(st.just("SET"), st.just(LOCK), values, st.just("PX"), good_ttls),
     st.tuples(st.just("SET"), st.just(LOCK), values, st.just("NX")),
     st.tuples(st.just("SET"), st.just(LOCK), values, st.just("XX"), st.just("PX"), good_ttls),

@@ -102,7 +102,6 @@ async def plain(name: str) -> None:
 
 @api.post("/figures")
 async def tell() -> dict[str, float]:
-    """Return the figures since the last time."""
     told = dict(figures)
     figures.clear()
     return told

@@ -84,7 +84,6 @@ def origin(one: Any) -> str:
 
 
 def names() -> list[str]:
-    """Return each function and class that modules of Celery's have, with its own name."""
     found = set()
     for name, module in list(sys.modules.items()):
         if name.split(".")[0] in ("celery", "kombu", "billiard", "redis"):

@@ -35,7 +35,6 @@ def _note(what: str, name: str) -> None:
 
 
 def runs_of(name: str) -> list[Any]:
-    """Return what bodies of a task did: "begin" or "end", and the arguments."""
     path = FOLDER / "runs"
     lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     return [line[1:] for line in lines if line[0] == name]

@@ -183,8 +183,6 @@ def see_refused(apply: Callable[..., Any], nodes: Nodes) -> None:
 
 
 def running(body: Any) -> Any:
-    """Decorate a coroutine function so that it is run to its end."""
-
     @functools.wraps(body)
     def call(*args: Any, **kwargs: Any) -> Any:
         return asyncio.run(body(*args, **kwargs))

@@ -415,22 +415,6 @@ def test_a_worker_tells_what_it_holds(stage: Stage, pool: str) -> None:
 
 
 @pytest.mark.slow
-def test_celerys_own_inspect_asks_a_worker_what_it_holds_and_who_waits(busy_stage: Any) -> None:
-    def inspect(name: str) -> list[Any]:
-        (where,) = busy_stage.see_listening()
-        line = ["-A", "tests.integration.app", "inspect", "--json", "-t", "30", "-d", where, name]
-        ((worker, rows),) = json.loads(CliRunner().invoke(celery, line).stdout).items()
-        assert worker.startswith("w1@")
-        return list(rows)
-
-    (held,) = inspect("redlock_held")
-    assert (held["resource"], held["holder"]["task_id"]) == ("k:k", busy_stage.running.id)
-    (waiting,) = eventually(lambda: inspect("redlock_waiting"))
-    assert (waiting["resources"], waiting["task_id"]) == (["k:k"], busy_stage.waiting.id)
-    go_on(busy_stage)
-
-
-@pytest.mark.slow
 def test_no_command_shows_a_password_or_a_token(guarded_stage: Stage) -> None:
     lines = ("status", "locks", "waiters", "show k:k", "top --count 1", f"options {WORK}", "doctor",
              "trust --all --yes", "break k:k --yes")  # fmt: skip

@@ -24,7 +24,6 @@ LATE = 0.05  # s
 
 @pytest.fixture
 def address(nodes: Nodes) -> Iterator[str]:
-    """Give the address of the app, which runs in a process of its own."""
     with socket.create_server(("127.0.0.1", 0), backlog=2 * REQUESTS) as listening:
         descriptor, port = listening.fileno(), listening.getsockname()[1]
         urls = [node.url for node in nodes]

@@ -62,7 +62,6 @@ def needs(*modules: str) -> pytest.MarkDecorator:
 
 
 def free_port() -> int:
-    """Return a port on which a web server can listen."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         return int(listening.getsockname()[1])
 
@@ -78,7 +77,6 @@ class Example:
     env: dict[str, str] = field(default_factory=dict)
 
     def append(self, file: str, text: str) -> None:
-        """Add lines to a file of the copy."""
         path = self.folder / file
         path.write_text((path.read_text() if path.exists() else "") + text)
 
@@ -137,7 +135,6 @@ class Example:
         assert not overlaps(list(zip(begun, ended, strict=False)))
 
     def metas(self) -> dict[str, Any]:
-        """Return what a result backend in the broker's Redis keeps, by the id of the task."""
         client = self.broker.client()
         texts = [client.get(name) for name in client.keys("celery-task-meta-*")]
         metas = [json.loads(str(text)) for text in texts if text]
@@ -155,7 +152,6 @@ class Example:
 
 
 def answers(client: httpx.Client) -> bool:
-    """Return whether a web server accepts connections."""
     try:
         client.get("/")
     except httpx.TransportError:
@@ -167,7 +163,6 @@ def answers(client: httpx.Client) -> bool:
 def example(
     standing_broker: EmbeddedNode, nodes: Nodes, tmp_path: Path
 ) -> Iterator[Callable[..., Example]]:
-    """Give a function that copies an example by name."""
     standing_broker.client().flushall()
     urls = [node.url for node in nodes]
     with ExitStack() as stack:
@@ -204,7 +199,6 @@ def test_a_periodic_run_is_skipped_while_the_last_one_is_at_work(
 
 
 def rows(database: Path, query: str) -> list[Any]:
-    """Return the first column of what a query finds in an SQLite database."""
     connection = sqlite3.connect(database, timeout=60)
     try:
         with connection:

@@ -51,7 +51,6 @@ def see_registered(nodes: Nodes, count: int) -> None:
 
 
 def see_end(stage: Stage, *results: Any) -> None:
-    """Return when the messages have run, one after another."""
     for result in results:
         assert result.get(timeout=LIVELY) in (FIRST, SECOND)
     assert not overlaps(stage.intervals()["k"])

@@ -20,7 +20,6 @@ COUNT = 6  # messages that wait for one lock
 
 @pytest.fixture
 def nodes() -> Iterator[Nodes]:
-    """Give three nodes, of which the test may freeze one."""
     with EmbeddedNode() as first, EmbeddedNode() as second, EmbeddedNode() as third:
         trust_nodes([first, second, third])
         yield [first, second, third]

@@ -133,7 +133,6 @@ class Guides:
         return held
 
     def see_logged(self, text: str) -> None:
-        """Fail unless the worker logs each line of a page."""
         told = {line for line in plain(text) if line}
         assert told
         eventually(lambda: told <= set(plain(self.worker.output())))

@@ -27,8 +27,6 @@ only_5_7 = pytest.mark.skipif(
 
 
 def staying(stage: Stage, *keys: str) -> list[Line]:
-    """Return the first line of the bodies that stay with these keys, in this order."""
-
     def lines() -> dict[str, Line]:
         return {line.key: line for line in stage.lines("stays")}
 

@@ -27,13 +27,11 @@ def take_away(stage: Stage, key: str) -> None:
 
 
 def outcome(stage: Stage, result: Any) -> Any:
-    """Return what a run ended with: its result or its error."""
     eventually(lambda: stage.info(result)["status"] in ("SUCCESS", "FAILURE"), within=120)
     return stage.info(result)["result"]
 
 
 def see_lost(stage: Stage, result: Any, body: str = "its body had not ended") -> None:
-    """Return when a run has ended with LockLost, whose text says this of its body."""
     lost = outcome(stage, result)
     assert isinstance(lost, LockLost), lost
     assert body in str(lost)
@@ -87,7 +85,6 @@ def test_a_workers_wall_clock_that_is_set_changes_nothing_under_a_held_lock(
 
 
 def see_renewed(stage: Stage, key: str) -> None:
-    """Return when the lock of a key has been renewed once more."""
     client, name = stage.nodes[0].client(), f"{{redlock}}:lock:k:{key}"
     end = time.monotonic() + client.pttl(name) / 1000
     eventually(lambda: time.monotonic() + client.pttl(name) / 1000 > end + TTL / 10)

@@ -248,7 +248,6 @@ def test_what_is_rare_is_0_before_it_comes(stage: Stage, worker: WorkerProcess) 
 
 @pytest.fixture
 def registry() -> Iterator[CollectorRegistry]:
-    """Give the metrics of this process, which count what its signals say."""
     made = CollectorRegistry()
     with contextlib.closing(Metrics(made)):
         yield made

@@ -16,7 +16,6 @@ PLAIN = {"limit": 1}
 
 
 def most_at_once(spans: list[tuple[float, float]]) -> int:
-    """Return how many of these intervals were open at the same time."""
     moments = sorted([(begin, 1) for begin, _ in spans] + [(end, -1) for _, end in spans])
     most = now = 0
     for _, step in moments:

@@ -141,7 +141,6 @@ def raising(error: BaseException, also: Callable[[], object]) -> Iterator[list[s
 
 @pytest.fixture
 def away(make_stage: MakeStage, nodes: Nodes) -> Iterator[tuple[Stage, EmbeddedNode]]:
-    """Give a stage whose broker is down."""
     with EmbeddedNode() as broker:
         stage = make_stage(nodes, broker, result_backend=nodes[0].url)
         broker.kill()

@@ -26,7 +26,6 @@ LONG = {"first": 1e7, "cap": 1e7}  # s: what starts sooner was told to
 
 @pytest.fixture
 def new_nodes() -> Iterator[Nodes]:
-    """Give three nodes that nobody has trusted."""
     with embedded_nodes(3) as servers:
         yield servers
 

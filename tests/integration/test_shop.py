@@ -1,4 +1,4 @@
-"""The example shop, run as a person runs it."""
+"""The example shop and the worked example of fencing, run as a person runs them."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ Start = Callable[..., "subprocess.Popen[str]"]
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """Start the shop with these arguments; whatever is left of it is ended."""
+    """Start a program with these arguments; whatever is left of it is ended."""
     started: list[subprocess.Popen[str]] = []
 
-    def start_shop(*arguments: str) -> subprocess.Popen[str]:
+    def start(*arguments: str) -> subprocess.Popen[str]:
         process = subprocess.Popen(
-            [sys.executable, "-m", "example_worker", "--plain", *arguments],
+            [sys.executable, "-m", *arguments],
             cwd=REPOSITORY,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -35,7 +35,7 @@ def start() -> Iterator[Start]:
         started.append(process)
         return process
 
-    yield start_shop
+    yield start
     for process in started:
         if process.poll() is None:
             process.terminate()
@@ -46,7 +46,7 @@ def start() -> Iterator[Start]:
 
 @pytest.mark.slow
 def test_the_lock_keeps_the_ledger_exact_over_the_death_of_a_node(start: Start) -> None:
-    shop = start("--orders", "600")
+    shop = start("example_worker", "--plain", "--orders", "600")
     output, _ = shop.communicate(timeout=DEADLINE)
     assert shop.returncode == 0, output
     assert re.search(r"^orders executed +600 +600$", output, re.MULTILINE)
@@ -61,7 +61,7 @@ def test_the_lock_keeps_the_ledger_exact_over_the_death_of_a_node(start: Start) 
 def test_an_interrupted_run_leaves_no_process_and_no_traceback(
     start: Start, number: signal.Signals, status: int
 ) -> None:
-    shop = start()
+    shop = start("example_worker", "--plain")
     seen = _read_until(shop, "worker threads runs")
     children = _descendants(shop.pid)
     shop.send_signal(number)
@@ -72,8 +72,42 @@ def test_an_interrupted_run_leaves_no_process_and_no_traceback(
     _wait_for_end(children)
 
 
+@pytest.mark.slow
+def test_the_late_write_wins_without_a_fence_and_is_refused_with_one(
+    start: Start,
+) -> None:
+    show = start("example_worker.late_write")
+    output, _ = show.communicate(timeout=DEADLINE)
+    assert show.returncode == 0, output
+    without, with_one = re.split(r"^with a fence: ", output, flags=re.MULTILINE)
+    for part in (without, with_one):
+        assert re.search(r"^  first  clerk has the lock: token \d+, held is True", part, re.M)
+        first, second = map(int, re.findall(r"token (\d+)", part))
+        assert first < second
+        assert "second clerk writes 25: 1 row\n" in part
+        assert "now it looks: held False" in part
+    assert "first  clerk goes on, writes 20: 1 row;" in without
+    assert "  the price is 20\n" in without
+    assert "first  clerk goes on, writes 20: 0 rows, refused;" in with_one
+    assert "  the price is 25\n" in with_one
+    assert output.endswith("PASSED: without the fence the late write won; with it the database "
+                           "refused it\n")  # fmt: skip
+
+
+@pytest.mark.slow
+def test_an_interruption_while_a_clerk_is_stopped_leaves_no_traceback_and_nobody_stopped(
+    start: Start,
+) -> None:
+    show = start("example_worker.late_write")
+    seen = _read_until(show, "stopped before its write")
+    show.send_signal(signal.SIGINT)
+    # its end of the pipe is closed only when the clerk is gone, too
+    output, _ = show.communicate(timeout=DEADLINE)
+    assert show.returncode == 130, seen + output
+    assert "Traceback" not in output
+
+
 def _read_until(process: subprocess.Popen[str], text: str) -> str:
-    """Return what the process has printed up to the line with this text."""
     assert process.stdout is not None
     seen = ""
     for line in process.stdout:

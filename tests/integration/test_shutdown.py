@@ -29,7 +29,6 @@ LIMIT = 8.0  # s: a body's hard time limit, before which its worker is told to q
 
 
 def waiting_messages(stage: Stage) -> set[str]:
-    """Return the ids of the tasks whose messages the broker has, and no worker."""
     raw = stage.broker.client().lrange("celery", 0, -1)
     return {json.loads(message)["headers"]["id"] for message in raw}
 

@@ -17,13 +17,11 @@ CHILDREN = 2
 
 @pytest.fixture
 def line(nodes: Nodes) -> Iterator[list[Proxy]]:
-    """Give a proxy for each of three nodes."""
     with proxies(nodes) as made:
         yield made
 
 
 def connected_to(node: EmbeddedNode) -> int:
-    """Return how many connections a node has, this one among them."""
     return len(node.client().client_list())
 
 

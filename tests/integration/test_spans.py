@@ -21,7 +21,6 @@ Span = dict[str, Any]
 
 
 def spans_of(stage: Stage, result: Any) -> list[Span]:
-    """Return the spans of a message's deliveries that are over, in order."""
     file = Path(f"{stage.log}.spans")
     lines = file.read_text().split("\n")[:-1] if file.exists() else []
     spans = [json.loads(line) for line in lines]

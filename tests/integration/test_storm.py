@@ -12,10 +12,9 @@ import pytest
 from celery import Celery
 
 from celery_redlock.testing import embedded_nodes
-from tests.integration.storm.command import SEED
 from tests.integration.storm.ledger import KINDS, Blow, Ledger, Line, Message, Outage, Run, Wait
 from tests.integration.storm.queue import Transit, deliver_again
-from tests.integration.storm.show import storm
+from tests.integration.storm.show import SEED, storm
 
 SECONDS = float(os.environ.get("CELERY_REDLOCK_STORM", "60"))
 

@@ -203,7 +203,6 @@ def told(task: Any) -> Any:
 
 
 def functions(info: Any) -> list[str]:
-    """Return the functions in an info's traceback for programs."""
     return [frame.name for frame in traceback.extract_tb(info.tb)]
 
 

@@ -26,7 +26,6 @@ WORKER = {"module": "tests.integration.frameworks", "concurrency": 3}
 
 @pytest.fixture
 def outside(stage: Stage) -> Iterator[Redlock]:
-    """Give a Redlock over the stage's nodes."""
     with Redlock([node.url for node in stage.nodes], node_timeout=NODE_TIMEOUT) as made:
         yield made
 

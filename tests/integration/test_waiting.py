@@ -120,7 +120,9 @@ def say_free(stage: Stage, key: str, resource: str) -> None:
     keys = f"{{redlock}}:lock:{key}", f"{{redlock}}:waiting:{resource}"
     for node in stage.nodes:
         client = node.client()
-        client.eval(RELEASE.source.decode(), 2, *keys, client.get(keys[0]), "{redlock}:handoff:")
+        client.eval(
+            RELEASE.source.decode(), 2, *keys, client.get(keys[0]), "{redlock}:handoff:", "1"
+        )
 
 
 def hold(stage: Stage, key: str) -> None:

@@ -100,6 +100,8 @@ PROFILES = {
                 restarts=1.0, jams=0.7, stops=0.7),
         Profile("forgetful", forgets=2.0, sections=(0.3, 1.5), jams=0.3, slow=0.0),
         Profile("semaphore", limit=2, clients=(3, 4), breaks=0.3, restarts=0.2, jams=0.5),
+        Profile("permits", limit=5, clients=(5, 6), sections=(0.05, 0.3), breaks=1.0, jams=0.7,
+                restarts=0.2, stops=0.3, cuts=0.3),
         Profile("several", resources=3, breaks=0.3, jams=0.5, restarts=0.2),
         Profile("twins", runs=2, sections=(0.02, 0.3), breaks=0.5, jams=0.7, slow=0.05, rounds=5),
         Profile("twins-with-permits", runs=2, limit=2, sections=(0.02, 0.3), breaks=0.3, jams=0.5),

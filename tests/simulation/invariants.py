@@ -11,6 +11,7 @@ and answers, and what the clients believe. Each invariant has a name and a funct
 - `leases_end_before_keys`: in real time, no lease that a node gave outlives its key there
 - `probation_does_not_count`: a node on probation is none of those that make the validity
 - `silent_nodes_grant_nothing`: a node that lost memory grants nothing new during its silence
+- `one_permit`: no node keeps a value under two permits of a lock
 - `ended_before_release`: nothing is held any more when the first byte of its release leaves
 - `nothing_after_release`: after its release nothing is written of a token but its release
 - `fences_grow`: each holder's fencing token is greater than all before
@@ -37,9 +38,10 @@ from typing import TYPE_CHECKING, Any
 import hiredis
 
 from celery_redlock.lock.model.acquisition import Acquisition
+from celery_redlock.lock.model.keys import lock_key
 from celery_redlock.lock.model.lease import MARGIN, Lease, State
 from celery_redlock.lock.model.votes import quorum_of
-from celery_redlock.lock.server.requests import GRANT, RELEASE, RENEW
+from celery_redlock.lock.server.requests import GRANT, PERMIT, RELEASE, RENEW
 from celery_redlock.testing.model import digest_of
 from tests.simulation.nodes import Node
 
@@ -52,6 +54,7 @@ if TYPE_CHECKING:
 ROUNDING = 1e-9  # s
 SLOW = 8  # node timeouts: for a look and the last try for a key, each at a bad moment
 LOOK_EVERY = 8  # events: for what is expensive to look at, and stays wrong where it is
+GRANTING = ("grant", "permit")  # the scripts by which a node votes
 OVER = (State.LOST, State.RELEASED)
 
 
@@ -82,7 +85,7 @@ class Sent:
 
 @dataclass(eq=False)
 class Record:
-    """What is known of one claim. name: its token. value: what it sets. key: under which name.
+    """What is known of one claim. name: its token. value: what it sets.
 
     sent: by node, the s of its client's clock at which the last command was written that the node
     executed in its favour. ends: by node, the real s at which its key ends there, as was known
@@ -96,7 +99,6 @@ class Record:
     sent: list[float]
     ends: list[float]
     released: set[int]  # nodes to which its release was written
-    key: bytes = b""
     was_held: bool = False
     is_over: bool = False  # it was held, and is not any more
     was_whole: bool = False  # a quorum had kept it, or their word, when its release was written
@@ -105,6 +107,16 @@ class Record:
     too_late: set[int] = field(default_factory=set)  # nodes that granted it what such an end freed
     probation: frozenset[int] = frozenset()  # as it was looked at last
     valid_until: float = -math.inf  # as it was looked at last
+
+    @property
+    def base(self) -> bytes:
+        """The key of the first permit."""
+        return lock_key("redlock", self.claim.key.resource).encode()
+
+    @property
+    def key(self) -> bytes:
+        """The key of its permit; that of the first one as long as no quorum has granted one."""
+        return self.claim.key.name.encode()
 
     @property
     def held(self) -> bool:
@@ -167,14 +179,12 @@ class Witness:
         """See a command handed to a socket; returns of which claims, none where it is of none."""
         script = script_of(words)
         subjects = subjects_of(script, words) if script else []
-        found = [(key, self._records.get(value)) for key, value in subjects]
-        known = [(key, record) for key, record in found if record is not None]
-        for key, record in known:
+        found = [self._records.get(value) for value in subjects]
+        known = [record for record in found if record is not None]
+        for record in known:
             if self.world.lines is not None:
                 where = link.process.name, link.node.name
                 self.world.note("%s > %s %s %s", *where, script, record.name)
-            if not record.key:
-                record.key = key
             if script == "release":
                 if record.held:
                     self.violated("ended_before_release", "%s", record.name)
@@ -185,7 +195,7 @@ class Witness:
             elif link.node.index in record.released and len(subjects) == 1:
                 # a renewal of several may follow: it sets no key that is gone
                 self.violated("nothing_after_release", "%s of %s", script, record.name)
-        return [record for _, record in known]
+        return known
 
     def executed(
         self,
@@ -200,7 +210,7 @@ class Witness:
         by_value = {record.value: record for record in records}
         subjects = subjects_of(script, words)
         answers = answers_of(script, reply, len(subjects))
-        for (_, value), answer in zip(subjects, answers, strict=True):
+        for value, answer in zip(subjects, answers, strict=True):
             record = by_value.get(value)
             if record is not None:
                 self._answered(record, node, script, words, answer, written)
@@ -219,22 +229,32 @@ class Witness:
         first = answer[0] if isinstance(answer, list) else answer
         if script == "release":
             if record.body_ended and first == 1:
-                node.freed.add((record.run, record.key))
+                node.freed.add((record.run, record.base))
         elif first == 1:
             index = node.index
             record.sent[index] = max(record.sent[index], written)
-            record.ends[index] = max(record.ends[index], node.end_of(record.key, record.value))
+            key = record.key
+            if script == "permit":
+                key = record.base + (b"#%d" % answer[1] if answer[1] else b"")
+                self._check_permits(record, node)
+            record.ends[index] = max(record.ends[index], node.end_of(key, record.value))
             self._favoured(record, node, script, words)
-        elif script == "grant" and first == -1:
+        elif script in GRANTING and first == -1:
             self.world.counts["silences"] += 1
+
+    def _check_permits(self, record: Record, node: Node) -> None:
+        limit, base = record.claim.key.limit, record.base
+        names = [base, *(base + b"#%d" % permit for permit in range(1, limit))]
+        if sum(node.holder(name) == record.value for name in names) != 1:
+            self.violated("one_permit", "%s on %s", record.name, node.name)
 
     def _favoured(self, record: Record, node: Node, script: str, words: list[bytes]) -> None:
         if script == "renew" and is_repair(words):
             self.world.counts["repairs"] += 1
-        if script == "grant" and (record.run, record.key) in node.freed:
+        if script in GRANTING and (record.run, record.base) in node.freed:
             record.too_late.add(node.index)
         # one that is behind may not know it yet: then its vote must not count (`one_holder`)
-        if script == "grant" and node.was_free and node.is_silent and not node.is_behind:
+        if script in GRANTING and node.was_free and node.is_silent and not node.is_behind:
             self.violated("silent_nodes_grant_nothing", "%s to %s", node.name, record.name)
 
     def acquired(self) -> None:
@@ -445,7 +465,7 @@ class Witness:
 
 @functools.lru_cache(maxsize=1)
 def _scripts() -> dict[bytes, str]:
-    named = {"grant": GRANT, "renew": RENEW, "release": RELEASE}
+    named = {"grant": GRANT, "permit": PERMIT, "renew": RENEW, "release": RELEASE}
     digests = {digest_of(script): name for name, script in named.items()}
     return digests | {script.source: name for name, script in named.items()}
 
@@ -455,13 +475,10 @@ def script_of(words: list[bytes]) -> str:
     return _scripts().get(words[1], "") if words[0] in (b"EVALSHA", b"EVAL") else ""
 
 
-def subjects_of(script: str, words: list[bytes]) -> list[tuple[bytes, bytes]]:
-    """Return the keys and values that a command of one of the lock's scripts is about."""
+def subjects_of(script: str, words: list[bytes]) -> list[bytes]:
+    """Return the values that a command of one of the lock's scripts is about."""
     first = 3 + int(words[2])  # where the arguments begin
-    if script != "renew":
-        return [(words[3], words[first])]
-    values = words[first::3]
-    return list(zip(words[3 : 3 + len(values)], values, strict=True))
+    return words[first::3] if script == "renew" else [words[first]]
 
 
 def is_repair(words: list[bytes]) -> bool:

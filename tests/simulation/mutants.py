@@ -16,6 +16,7 @@ from celery_redlock.lock import client as client_module
 from celery_redlock.lock.engine import acquirer as acquirer_module
 from celery_redlock.lock.engine import rounds as rounds_module
 from celery_redlock.lock.engine.acquirer import Acquirer
+from celery_redlock.lock.engine.permits import PermitRound
 from celery_redlock.lock.engine.releaser import KeyRelease, Releaser
 from celery_redlock.lock.engine.renewer import Renewer
 from celery_redlock.lock.engine.rounds import AcquireRound, RenewRound
@@ -25,11 +26,12 @@ from celery_redlock.lock.model.acquisition import Acquisition
 from celery_redlock.lock.model.keys import value_of
 from celery_redlock.lock.model.lease import UNKNOWN, Fence, Lease, LockKey, Probation, State
 from celery_redlock.lock.model.options import Guard
+from celery_redlock.lock.model.votes import Vote
 from celery_redlock.lock.server import guard as guard_module
 from celery_redlock.lock.server.guard import RestartGuard
 from celery_redlock.lock.server.handshake import Tenures
-from celery_redlock.lock.server.requests import GRANT, GUARD, RELEASE, RENEW
-from celery_redlock.lock.transport.command import Command, Round, Script
+from celery_redlock.lock.server.requests import GRANT, GUARD, PERMIT, RELEASE, RENEW, Requests
+from celery_redlock.lock.transport.command import IGNORE_REPLY, Command, Round, Script
 from celery_redlock.tasks.unique.rounds import ClaimRound, EarlierSend
 from tests.simulation import faults as faults_module
 from tests.simulation.clients import Clock, here, patched
@@ -205,7 +207,8 @@ def unowned_renew() -> Iterator[None]:
 @mutant("one_holder", "truth", profile="lossy")
 def unowned_release() -> Iterator[None]:
     """A release deletes whatever stands there."""
-    text = without(RELEASE, "if redis.call('GET', KEYS[1]) ~= ARGV[1] then", "  return 0", "end")
+    line = "if redis.call('GET', name) == ARGV[1] then"
+    text = without(RELEASE, line, instead="if redis.call('GET', name) then")
     with patched_scripts({RELEASE: text}):
         yield
 
@@ -237,6 +240,46 @@ def reuse_token() -> Iterator[None]:
         return f"of {here().name}" if running() is not None else new(self)  # as it is made
 
     with patched(Witness, new_token=token), patched(acquirer_module, value_of=value):
+        yield
+
+
+# permits
+
+
+@mutant("one_permit", profile="permits")
+def a_second_permit() -> Iterator[None]:
+    """A request sent twice gets a second permit, for the script does not look for its value."""
+    text = without(PERMIT, "  if current == value then", instead="  if false then")
+    with patched_scripts({PERMIT: text}):
+        yield
+
+
+@mutant("truth", "one_holder", "ends_are_promised", profile="permits")
+def any_permit_counts() -> Iterator[None]:
+    """A quorum that has granted permits is enough, whichever each node has granted."""
+    count = PermitRound._count
+
+    def blind(self: PermitRound, node: int, vote: Vote) -> None:
+        for other, (_, sent, run_id) in list(self._offers.items()):
+            self._offers[other] = 0, sent, run_id
+        count(self, node, vote)
+
+    with patched(PermitRound, _count=blind):
+        yield
+
+
+@mutant("nothing_after_release", "truth", "ended_before_release", profile="permits")
+def a_move_by_release() -> Iterator[None]:
+    """A node that has granted another permit than the quorum is sent a release, then a request."""
+    settle_on = PermitRound._settle_on
+
+    def release_first(self: PermitRound, permit: int, node: int) -> None:
+        if self._offers[node][0] != permit and node not in self._moved:
+            request = Requests("redlock").release(self._lease)
+            self._resend(node, Command(request, IGNORE_REPLY, RELEASE), None)
+        settle_on(self, permit, node)
+
+    with patched(PermitRound, _settle_on=release_first):
         yield
 
 
@@ -284,7 +327,7 @@ def done_read_before_the_grant() -> Iterator[None]:
         assert options.marker is not None
         nobody_wants = here().world.witness.new_token()
         prefix = here().redlock.prefix
-        failure = lock_key(self, acquisition, LockKey(prefix, nobody_wants, 0, options.ttl))
+        failure = lock_key(self, acquisition, LockKey(prefix, nobody_wants, options.ttl))
         if failure is None:
             marker = replace(options.marker, asks_since=None)
             acquisition.options = replace(options, marker=marker)

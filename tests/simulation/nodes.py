@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from celery_redlock.lock.model.keys import guard_keys, tenure_key
 from celery_redlock.lock.server.handshake import KEPT_MS
-from celery_redlock.lock.server.requests import TRUST
+from celery_redlock.lock.server.requests import PERMIT, TRUST
 from celery_redlock.lock.transport.command import Script
 from celery_redlock.testing import model
 from celery_redlock.testing.model import Scripts, Server, digest_of, engine
@@ -91,6 +91,10 @@ class Node(Server):
         """Run one command, and note what a silent node should have said."""
         if self.is_silent and words[0] == b"EVALSHA":
             self.was_free = self.holder(words[3]) is None
+            if words[1] == digest_of(PERMIT):  # it votes again if it finds its value anywhere
+                value, _, limit = words[3 + int(words[2]) :][:3]
+                names = [words[3], *(words[3] + b"#%d" % permit for permit in range(1, int(limit)))]
+                self.was_free = value not in map(self.holder, names)
         return super().execute(words)
 
     # its keys

@@ -26,9 +26,7 @@ class OneLease(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.now = 100.0
-        self.hold = Lease(
-            LockKey("redlock", "r", 0, TTL), "value", NODES, QUORUM, DRIFT, MARGIN, True
-        )
+        self.hold = Lease(LockKey("redlock", "r", TTL), "value", NODES, QUORUM, DRIFT, MARGIN, True)
         self.sent = dict.fromkeys(range(NODES), -math.inf)  # of the last yes of each node
         self.losses = 0
         self.was_over = False

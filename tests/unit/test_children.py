@@ -62,13 +62,13 @@ def order() -> None:
 
 
 def holding_of(
-    *resources: str, permit: int = 0, label: str = "label", redlock: Redlock = NOWHERE
+    *resources: str, limit: int = 1, label: str = "label", redlock: Redlock = NOWHERE
 ) -> Acquisition:
     """Return what is about to be claimed, with a fresh token for each resource."""
     options = LockOptions(
         resources, ttl=30.0, wait=0.0, renew=True, max_hold=None, label=label, sender=order
     )
-    keys = [LockKey("redlock", resource, permit, 30.0) for resource in resources]
+    keys = [LockKey("redlock", resource, 30.0, limit) for resource in resources]
     session = redlock.session
     holding = Acquisition(options, keys, session.current_owner())
     holding.leases = [session.acquirer.new_lease(options, key) for key in keys]
@@ -122,13 +122,13 @@ class Tape(bytearray):
 
 
 @given(TEXTS, TEXTS, st.integers(0, 2**32 - 1))
-def test_a_line_says_all_that_a_release_needs(resource: str, label: str, permit: int) -> None:
-    holding = holding_of(resource, permit=permit, label=label)
+def test_a_line_says_all_that_a_release_needs(resource: str, label: str, limit: int) -> None:
+    holding = holding_of(resource, limit=limit, label=label)
     slot = a_slot()
     claim(slot, holding)
     slot.held(holding)
     [entry] = read(slot)
-    assert (entry.resource, entry.permit, entry.ttl) == (resource, permit, 30.0)
+    assert (entry.resource, entry.limit, entry.ttl) == (resource, limit, 30.0)
     assert entry.value == holding.leases[0].value
     assert (entry.state, entry.task_name, entry.acquisition) == (HELD, "shop.order", holding.number)
     assert entry.is_requested

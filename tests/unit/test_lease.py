@@ -22,7 +22,7 @@ seconds = st.floats(0, 1e6)
 
 
 def lease(nodes: int, ttl: float = 30.0, guarded: bool = False) -> Lease:
-    key = LockKey("redlock", "r", 0, ttl)
+    key = LockKey("redlock", "r", ttl)
     return Lease(key, "value", nodes, nodes // 2 + 1, 0.01, guarded=guarded)
 
 

@@ -17,6 +17,7 @@ from itertools import chain
 from celery_redlock.errors import LockTaken, NodeError, QuorumUnreachable, RedlockError
 from celery_redlock.label import is_of_run
 from celery_redlock.lock.engine.core import Core
+from celery_redlock.lock.engine.permits import PermitRound
 from celery_redlock.lock.engine.releaser import Releaser
 from celery_redlock.lock.engine.renewer import Renewer
 from celery_redlock.lock.engine.rounds import AcquireRound
@@ -31,6 +32,7 @@ from celery_redlock.lock.transport.command import Command
 
 IMPLAUSIBLE = "FENCE is far ahead of the other nodes"
 ROUNDS_IN_TTL = 4  # number of rounds that must fit into a ttl
+LONGEST_ROLLBACK = 0.01  # seconds, the longest pause between the two rounds of a try
 
 Failure = LockTaken | QuorumUnreachable
 
@@ -90,56 +92,45 @@ class Acquirer:
         return None
 
     def _lock_keys(self, acquisition: Acquisition) -> Failure | None:
-        """Lock each key in order, or any permit; maybe the run's name, too, as in `LockOptions`."""
+        """Lock each key in order, or one permit.
+
+        A run that may be delivered again also locks its own name, if another delivery of it may
+        hold the lock with another limit.
+        """
         options = acquisition.options
         marker, is_semaphore = options.marker, options.limit > 1
         keys: Sequence[LockKey] = () if is_semaphore else acquisition.keys
         if marker is not None and (is_semaphore or marker.is_redelivered):
-            prefix = self.core.options.prefix
-            keys = [LockKey(prefix, f"run:{marker.run}", 0, options.ttl), *keys]
+            keys = [LockKey(self.core.options.prefix, f"run:{marker.run}", options.ttl), *keys]
         for key in keys:
             failure = self._lock_key(acquisition, key)
             if failure is not None:
                 return failure
         return self._lock_permit(acquisition) if is_semaphore else None
 
-    def _lock_permit(self, acquisition: Acquisition) -> Failure | None:
-        """Try each permit once, from a random one on. If all are taken, return the first to expire.
-
-        A redelivery begins at the plain lock's key, because a first delivery with a limit of 1
-        holds that key.
-        """
-        options, prefix = acquisition.options, self.core.options.prefix
-        marker = options.marker
-        first, soonest = random.randrange(options.limit), None  # noqa: S311 - no secret
-        if marker is not None and marker.is_redelivered:
-            first = 0
-        for permit in chain(range(first, options.limit), range(first)):
-            key = LockKey(prefix, acquisition.keys[0].resource, permit, options.ttl)
-            failure = self._lock_key(acquisition, key)
-            if not isinstance(failure, LockTaken):
-                return failure
-            if marker is not None and is_of_run(failure.holder, marker.run):
-                return failure  # the holder is this same run, in another delivery of its message
-            soonest = _sooner(soonest, failure)
-            self._releaser.roll_back_last(acquisition)
-        return soonest
-
     def _lock_key(self, acquisition: Acquisition, key: LockKey) -> Failure | None:
         """Run one round for one key."""
         core, clock, options = self.core, self._clock, acquisition.options
-        nodes, guard = core.nodes, core.guard
         lease = self.new_lease(options, key)
         acquisition.leases.append(lease)  # before the request leaves, so it gets released
         core.events.claiming(acquisition, lease)
-        round_ = AcquireRound(lease, len(nodes.all), nodes.send_to, options.marker)
-        sent, least = clock.now(), None
-        lease.sent = sent
+        round_ = AcquireRound(lease, len(core.nodes.all), core.nodes.send_to, options.marker)
+        lease.sent, least = clock.now(), None
         if lease.fence is not None:
             least = lease.fence.proposed = proposal(clock.wall_us())
         request = core.requests.acquire(lease, options, least)
         is_suffixed, is_dated = True, bool(least)
-        nodes.broadcast(Command(request, round_, GRANT, is_suffixed, is_dated), sent)
+        return self._run(
+            round_, Command(request, round_, GRANT, is_suffixed, is_dated), lease, acquisition
+        )
+
+    def _run(
+        self, round_: AcquireRound, command: Command, lease: Lease, acquisition: Acquisition
+    ) -> Failure | None:
+        """Send the request of a round to all nodes, and wait until the round is decided."""
+        core, clock, sent = self.core, self._clock, lease.sent
+        nodes, guard = core.nodes, core.guard
+        nodes.broadcast(command, sent)
         core.requests.release(lease)  # encoded now, while the nodes work
         longest = lease.ttl / ROUNDS_IN_TTL
         nodes.wait(round_, sent + min(nodes.timeout, longest))
@@ -149,7 +140,8 @@ class Acquirer:
         if guard.same_server is not None:
             core.check_distinct()
         if round_.completed:
-            raise (SupersededError if round_.superseded else AlreadyCompletedError)(key.resource)
+            error = SupersededError if round_.superseded else AlreadyCompletedError
+            raise error(lease.key.resource)
         if guard.replaced_at:
             round_.withdraw_replaced(guard.replaced_at)
         # before the token is chosen: it must be as large as the counters of a quorum that counts
@@ -157,6 +149,49 @@ class Acquirer:
         if round_.tally.reached and has_counters and lease.begin(clock.now()):
             return None
         return self._failed(round_, lease, acquisition, time_is_up=time_is_up)
+
+    def _lock_permit(self, acquisition: Acquisition) -> Failure | None:
+        """Try to get one permit, in at most two rounds.
+
+        If rivals share the nodes, the second round is for a permit that a quorum has free; or, if
+        there is none, for any, a moment later, because rivals roll back. A redelivery begins with
+        the plain lock's key, because a first delivery with a limit of 1 holds that key.
+        """
+        marker = acquisition.options.marker
+        if marker is not None and marker.is_redelivered:
+            failure, _ = self._ask_permit(acquisition, asked=0)
+            is_own = isinstance(failure, LockTaken) and is_of_run(failure.holder, marker.run)
+            if is_own or not isinstance(failure, LockTaken):
+                return failure  # the holder is this same run, in another delivery of its message
+            self._releaser.roll_back_last(acquisition)
+        failure, round_ = self._ask_permit(acquisition)
+        if not isinstance(failure, LockTaken) or not round_.is_free_somewhere:
+            return failure
+        self._releaser.roll_back_last(acquisition)
+        permit = round_.takable()
+        if permit is None:
+            self._clock.sleep(random.uniform(0, LONGEST_ROLLBACK))  # noqa: S311 - no secret
+        failure, round_ = self._ask_permit(acquisition, permit)
+        if isinstance(failure, LockTaken):
+            acquisition.was_split = round_.takable() is not None
+        return failure
+
+    def _ask_permit(
+        self, acquisition: Acquisition, asked: int | None = None
+    ) -> tuple[Failure | None, PermitRound]:
+        """Ask all nodes for one permit; asked: for this one only."""
+        core, options = self.core, acquisition.options
+        prefix, limit = core.options.prefix, options.limit
+        key = LockKey(prefix, acquisition.keys[0].resource, options.ttl, limit)
+        lease = self.new_lease(options, key)
+        acquisition.leases.append(lease)  # as for a plain key
+        core.events.claiming(acquisition, lease)
+        first = random.randrange(limit)  # noqa: S311 - no secret
+        request = functools.partial(core.requests.permit, lease, options.marker, first)
+        nodes, marker = core.nodes, options.marker
+        round_ = PermitRound(lease, len(nodes.all), nodes.send_to, marker, request, asked)
+        lease.sent = self._clock.now()
+        return self._run(round_, round_.command(asked), lease, acquisition), round_
 
     def new_lease(self, options: LockOptions, key: LockKey, value: str = "") -> Lease:
         """Return a new lease without a request yet. value: of another process's lease."""
@@ -183,7 +218,7 @@ class Acquirer:
             self._releaser.release_late_grant(node, other.value)
         resource, nodes, tally = lease.key.resource, self.core.nodes, round_.tally
         values = round_.holders
-        if is_split(values, tally.unheard, tally.quorum):
+        if lease.key.limit == 1 and is_split(values, tally.unheard, tally.quorum):
             acquisition.was_split = True  # rivals share the nodes, and none has got the lock
         if tally.taken(time_is_up=time_is_up):
             # the one that most of the refusing nodes have is shown
@@ -208,10 +243,3 @@ class Acquirer:
 @functools.lru_cache(maxsize=1)
 def _process_label(pid: int) -> str:
     return f"pid {pid} on {socket.gethostname()}"
-
-
-def _sooner(one: LockTaken | None, other: LockTaken) -> LockTaken:
-    """Return the failure whose lease ends first. Unknown ends come last."""
-    if one is None or one.expires_in is None:
-        return other
-    return other if other.expires_in is not None and other.expires_in < one.expires_in else one

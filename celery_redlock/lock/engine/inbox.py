@@ -29,7 +29,7 @@ from celery_redlock.lock.model.handoff import (
 )
 from celery_redlock.lock.model.keys import inbox_channel
 from celery_redlock.lock.platform.coroutines import WorkItem
-from celery_redlock.lock.server.requests import MOST_ASKED, REGISTER
+from celery_redlock.lock.server.requests import REGISTER
 from celery_redlock.lock.transport.command import IGNORE_REPLY, Command
 from celery_redlock.lock.transport.subscriber import Subscriber
 
@@ -147,11 +147,10 @@ class Inbox:
         """Register, and return how this process stands; None if the nodes do not say. Waits.
 
         passed: how many before it have had their turn: they leave the nodes' sets if a permit is
-        free. None also if no release would name this process, or if the lock has more permits than
-        one question asks about.
+        free. None also if no release would name this process.
         """
         since = self._line.since(resource)
-        if since is None or limit > MOST_ASKED or not self.is_listening:
+        if since is None or not self.is_listening:
             return None
         round_, until = self._send(resource, limit, since, passed)
         self._core.nodes.wait(round_, until)
@@ -163,9 +162,6 @@ class Inbox:
         One question for each resource and limit is in flight: those that come meanwhile follow as
         one, so that a flood of messages makes no flood of questions.
         """
-        if limit > MOST_ASKED:
-            report(None)
-            return
         asked = resource, limit
         with self._counting:
             questions = self._questions.setdefault(asked, [])

@@ -28,7 +28,7 @@ from celery_redlock.lock.server.guard import REPLACED
 from celery_redlock.lock.transport.command import Command, Round, UnexpectedReplyError, text_of
 from celery_redlock.lock.transport.node import Node
 
-_REFUSAL, _NUMBERS = (int, int, bytes, int), (int, int)  # kinds of replies of lua/grant.lua
+REFUSAL, NUMBERS = (int, int, bytes, int), (int, int)  # kinds of replies of lua/grant.lua
 
 
 class AcquireRound(Round):
@@ -119,11 +119,11 @@ class AcquireRound(Round):
         asks, has_token = self._marker is not None, self._lease.fence is not None
         if asks:
             kinds = kinds[:-1] if kinds[-1:] == (int,) else ()
-        if kinds == _REFUSAL and words[0] == 0:
+        if kinds == REFUSAL and words[0] == 0:
             return REFUSED, words
-        if kinds == _NUMBERS and words[0] == -1:
+        if kinds == NUMBERS and words[0] == -1:
             return ABSTAINED, words
-        is_grant = kinds == _NUMBERS and words[0] == 1 and (asks or has_token)
+        is_grant = kinds == NUMBERS and words[0] == 1 and (asks or has_token)
         if is_grant and (not has_token or 0 <= words[1] <= LAST_TOKEN):
             return GRANTED, words
         raise UnexpectedReplyError(reply)
@@ -187,8 +187,12 @@ class AcquireRound(Round):
 
     def causes(self, nodes: Sequence[Node], *, time_is_up: bool) -> list[str]:
         """Return one text for each node that gave no vote. time_is_up: the node timeout is over."""
-        voted = {*self._lease.granted, *self._held_by} if time_is_up else None
+        voted = self._voted if time_is_up else None
         return causes_of(nodes, self.errors, self.abstaining, voted)
+
+    @property
+    def _voted(self) -> set[int]:
+        return {*self._lease.granted, *self._held_by}
 
 
 class RenewRound(Round):

@@ -100,11 +100,11 @@ class Session(Core):
     ) -> Acquisition:
         """Release the keys of a dead process by their values; return them as an acquisition.
 
-        orphans: of each its resource, permit and value. If the options have a marker, the run of
+        orphans: of each its resource, limit and value. If the options have a marker, the run of
         the dead process has ended. acquired_at: monotonic seconds.
         """
         prefix = self.options.prefix
-        keys = [LockKey(prefix, resource, permit, options.ttl) for resource, permit, _ in orphans]
+        keys = [LockKey(prefix, resource, options.ttl, limit) for resource, limit, _ in orphans]
         named = [key for key in keys if key.resource in options.resources]
         acquisition = Acquisition(options, named, self.current_owner())
         acquisition.acquired_at = acquired_at

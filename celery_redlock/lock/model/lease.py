@@ -20,6 +20,7 @@ UNKNOWN = -math.inf  # the deadline of a node that is not known to keep our key
 GREATEST_TOKEN = 2**52  # the greatest fencing token that a client proposes
 LAST_TOKEN = 2**53  # Lua's numbers are doubles: adding 1 to this one changes nothing
 AHEAD = 86_400_000_000  # µs: by which a counter may be ahead of a client's clock on one node alone
+_ONE = encode_bulk(b"1")
 APART = 2**20  # by which a counter that is further ahead may exceed those of a quorum
 
 
@@ -74,17 +75,26 @@ def proposal(wall_us: int) -> int:
 class LockKey:
     """One key that a lock may take, with the constant parts of its requests.
 
-    permit: number of the semaphore's permit; 0 for a plain lock. ttl: seconds.
+    limit: number of permits. permit: number of the one that the lock has; 0 for a plain lock, and
+    until the nodes have chosen one. base: the key of permit 0. ttl: seconds.
     """
 
-    __slots__ = ("name", "packed_name", "permit", "resource", "ttl", "ttl_ms", "waiting")
+    __slots__ = ("base", "limit", "name", "packed_limit", "packed_name", "permit", "resource",
+                 "ttl", "ttl_ms", "waiting")  # fmt: skip
 
-    def __init__(self, prefix: str, resource: str, permit: int, ttl: float) -> None:
-        self.resource, self.permit, self.ttl = resource, permit, ttl
-        self.name = lock_key(prefix, resource, permit)
-        self.packed_name = encode_text(self.name)
+    def __init__(self, prefix: str, resource: str, ttl: float, limit: int = 1) -> None:
+        self.resource, self.ttl, self.limit = resource, ttl, limit
+        self.permit, self.name = 0, lock_key(prefix, resource)
+        self.base = self.packed_name = encode_text(self.name)
+        self.packed_limit = _ONE if limit == 1 else encode_bulk(b"%d" % limit)
         self.waiting = encode_text(waiting_key(prefix, resource))
         self.ttl_ms = _encode_ttl(ttl)
+
+    def choose(self, permit: int) -> None:
+        """Become the key of a permit: the one that a quorum of nodes has granted."""
+        if permit:
+            self.permit, self.name = permit, f"{self.name}#{permit}"
+            self.packed_name = encode_text(self.name)
 
 
 @functools.lru_cache(maxsize=64)  # a program has few of them, and each lock asks

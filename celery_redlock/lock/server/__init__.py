@@ -6,8 +6,8 @@ server, or if its server is another node's.
 
 - `handshake.py`: the first commands on a new connection; which server served under which address.
 - `requests.py`: the scripts, and the requests that call them.
-- `lua/`: the scripts. `guard.lua` begins the grace period of a restarted server, and `grant.lua`
-  refuses its vote until the end. `announce.lua` names the next waiters: `release.lua` and
-  `break.lua` begin with it.
+- `lua/`: the scripts. `grant.lua` votes for a lock, `permit.lua` for one permit of a lock with
+  several holders. `guard.lua` begins the grace period of a restarted server, in which both abstain.
+  `announce.lua` names the next waiters: `release.lua` and `break.lua` begin with it.
 - `error_hints.py`: hints for a server's errors. `admin.py`: commands for operators.
 """

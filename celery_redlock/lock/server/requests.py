@@ -22,7 +22,6 @@ from celery_redlock.lock.model.lease import Lease
 from celery_redlock.lock.model.options import CompletionMarker, LockOptions
 from celery_redlock.lock.transport.command import Script, encode_bulk, encode_command, encode_text
 
-MOST_ASKED = 1000  # permits of a lock that one question looks at
 REGISTERED_FOR = 60.0  # seconds after which a set of waiters that nobody refreshes expires
 
 
@@ -33,10 +32,11 @@ def load_script(name: str, *before: str) -> Script:
     return Script(name, b"".join(texts))
 
 
-GRANT, RENEW, REGISTER = map(load_script, ("grant", "renew", "register"))
-RELEASE, BREAK = (load_script(name, "announce") for name in ("release", "break"))
+GRANT, MARKER = (load_script(name, "vote") for name in ("grant", "marker"))
+PERMIT, REGISTER = load_script("permit", "vote", "permits"), load_script("register", "permits")
+RELEASE, BREAK = load_script("release", "announce", "permits"), load_script("break", "announce")
 GUARD, TRUST = (load_script(name, "tenure") for name in ("guard", "trust"))
-MARKER, FENCE = map(load_script, ("marker", "fence"))
+RENEW, FENCE = map(load_script, ("renew", "fence"))
 
 
 def _number(value: float) -> bytes:
@@ -55,10 +55,13 @@ class Requests:
         inbox = encode_text(inbox_channel(prefix, "")).replace(b"%", b"%%")
         self._acquire = b"*12\r\n" + GRANT.by_digest + b"$1\r\n4\r\n%b" + names + b"%b%b%b"
         self._asking = b"*13\r\n" + GRANT.by_digest + b"$1\r\n5\r\n%b" + names + b"%b%b%b%b"
-        release = b"*7\r\n" + RELEASE.by_digest + b"$1\r\n2\r\n%b%b%b"
-        self._release, self._release_quietly = release + inbox, release + _NOTHING
-        last = b"*10\r\n" + RELEASE.by_digest + b"$1\r\n3\r\n%b%b%b%b"
-        self._last, self._last_quietly = last + inbox + b"%b%b", last + _NOTHING + b"%b%b"
+        guards = b"".join(map(encode_text, guard_keys(prefix))).replace(b"%", b"%%")
+        self._permit = b"*13\r\n" + PERMIT.by_digest + b"$1\r\n3\r\n%b" + guards + b"%b" * 5
+        self._permit_asking = b"*14\r\n" + PERMIT.by_digest + b"$1\r\n4\r\n%b" + guards + b"%b" * 6
+        release = b"*8\r\n" + RELEASE.by_digest + b"$1\r\n2\r\n%b%b%b"
+        self._release, self._release_quietly = release + inbox + b"%b", release + _NOTHING + b"%b"
+        last = b"*11\r\n" + RELEASE.by_digest + b"$1\r\n3\r\n%b%b%b%b"
+        self._last, self._last_quietly = last + inbox + b"%b%b%b", last + _NOTHING + b"%b%b%b"
 
     def acquire(self, lease: Lease, options: LockOptions, least: int | None) -> bytes:
         """Return the request for a key. least: the proposed fencing token; None without fencing."""
@@ -68,6 +71,25 @@ class Requests:
             return self._acquire % (key.packed_name, value, key.ttl_ms, token)
         asked = encode_text(completion_key(self._prefix, marker.run))
         return self._asking % (key.packed_name, asked, value, key.ttl_ms, token)
+
+    def permit(
+        self, lease: Lease, marker: CompletionMarker | None, first: int, asked: int | None
+    ) -> bytes:
+        """Return the request for one permit of a lock, whichever a node has free.
+
+        first: the permit at which each node begins its search. asked: the only permit that is
+        wanted; None: any.
+        """
+        key, value = lease.key, lease.packed_value
+        wanted = _NOTHING if asked is None else _number(asked)
+        words = value, key.ttl_ms, key.packed_limit, _number(first), wanted
+        if marker is None or marker.asks_since is None:
+            return self._permit % (key.base, *words)
+        return self._permit_asking % (
+            key.base,
+            encode_text(completion_key(self._prefix, marker.run)),
+            *words,
+        )
 
     def renew(self, leases: Sequence[Lease], note: bytes = b"") -> bytes:
         """Return the request that renews keys.
@@ -101,12 +123,13 @@ class Requests:
             ended = encode_text(completion_key(self._prefix, marker.run))
             kept_ms = math.ceil(marker.kept_for * 1000)
             left = _number(max(1, kept_ms - int(ended_for * 1000)))
-            words = key.packed_name, key.waiting, ended, value, _number(kept_ms), left
+            words = key.base, key.waiting, ended, value, key.packed_limit, _number(kept_ms), left
             return (self._last if publish else self._last_quietly) % words
         if not publish:
-            return self._release_quietly % (key.packed_name, key.waiting, value)
+            return self._release_quietly % (key.base, key.waiting, value, key.packed_limit)
         if not lease.packed_release:
-            lease.packed_release = self._release % (key.packed_name, key.waiting, value)
+            released = key.base, key.waiting, value, key.packed_limit
+            lease.packed_release = self._release % released
         return lease.packed_release
 
     def register(
@@ -119,9 +142,9 @@ class Requests:
         have had their turn.
         """
         keys = [waiting_key(self._prefix, resource)]
-        keys += [lock_key(self._prefix, resource, permit) for permit in range(limit)]
-        kept_ms, inbox = f"{REGISTERED_FOR * 1000:.0f}", inbox_channel(self._prefix, "")
-        return REGISTER.call(keys, waiter, f"{since:.3f}", kept_ms, str(passed), inbox)
+        keys += [lock_key(self._prefix, resource)] * bool(limit)
+        words = f"{since:.3f}", f"{REGISTERED_FOR * 1000:.0f}", str(passed)
+        return REGISTER.call(keys, waiter, *words, inbox_channel(self._prefix, ""), str(limit))
 
     def update(self, waiter: str, resource: str, since: float) -> bytes:
         """Return the request that changes since when a registered process waits.

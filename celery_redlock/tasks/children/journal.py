@@ -41,7 +41,8 @@ class JournalEntry:
     state: CLAIMED, HELD, or RELEASED if some node may not have executed the release yet.
     session: `Session.identity`. acquisition: `Acquisition.number`. requested_at: monotonic seconds.
     ttl: seconds. is_requested: False for the run's own key, which is locked beside a permit.
-    task_name: "" without a task. value: of the lock's key, with token and label.
+    limit: number of permits, one of which it is. task_name: "" without a task. value: of the lock's
+    key, with token and label.
     """
 
     state: int
@@ -50,7 +51,7 @@ class JournalEntry:
     requested_at: float
     ttl: float
     is_requested: bool
-    permit: int
+    limit: int
     resource: str
     task_name: str
     value: str
@@ -67,7 +68,7 @@ def encode_entry(
     texts = (key.resource, getattr(options.sender, "name", ""), lease.value)
     fields: Any = (
         session, acquisition.number, requested_at, float(options.ttl),
-        key.resource in options.resources, key.permit,
+        key.resource in options.resources, key.limit,
         *map(str.__str__, texts),  # marshal refuses a subclass of str, as a user's resource may be
     )  # fmt: skip
     body = marshal.dumps(fields)
@@ -141,9 +142,8 @@ class JournalSlot:
                     "the parent process does not know of lock %r: its name is too long, or too "
                     "many locks are held at once; if this process is killed, the lock expires "
                     "with its ttl",
-                    resource,
-                    extra={"event": "parent_not_told", "resource": resource},
-                )
+                    resource, extra={"event": "parent_not_told", "resource": resource},
+                )  # fmt: skip
             return
         offset = self._free.pop()
         self._memory[offset + 1 : offset + 1 + len(encoded)] = encoded

@@ -356,7 +356,7 @@ class ChildReaper:
             sender=self._app.tasks.get(first.task_name),
             marker=marker,
         )
-        keys = [(one.resource, one.permit, one.value) for one in entries]
+        keys = [(one.resource, one.limit, one.value) for one in entries]
         acquisition = session.release_orphans(options, keys, first.requested_at)
         extra["resource"] = acquisition.resource
         if HELD in states:

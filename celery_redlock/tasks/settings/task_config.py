@@ -336,10 +336,7 @@ def _fields_of(key: Any) -> list[templates.Field]:
 
 
 def compile_config(
-    app: AppSettings,
-    task_name: str,
-    attributes: Mapping[str, Any],
-    signature: inspect.Signature,
+    app: AppSettings, task_name: str, attributes: Mapping[str, Any], signature: inspect.Signature
 ) -> TaskLockConfig:
     """Return the configuration of a task. attributes: its `lock_*`, functions unbound."""
     options = {}

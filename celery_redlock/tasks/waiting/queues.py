@@ -16,8 +16,6 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from celery_redlock.tasks.delivery.delivery import CLOCKS_DIFFER
-
 WITHOUT_QUORUM = ""  # instead of a resource: of messages for which no quorum voted
 # the sign of a priority in the order of a broker; others have no priorities
 # Source: kombu.transport.redis reads its lists from the lowest number on; RabbitMQ, and the
@@ -46,7 +44,6 @@ class WaitingTimes:
     unsubscribe_after: float = 30.0  # that a resource without waiters keeps the subscription
     imminent: float = 1.0  # before its ETA no waiter is dispatched for what it may have missed
     eviction_interval: float = 0.025  # between two messages that leave for others of the queue
-    clocks_differ: float = CLOCKS_DIFFER  # at the most, between the wall clocks of two workers
     refresh_after: float = 10.0  # between two looks of all heads, which register them, too
     longest_pause: float = 30.0  # between two looks of a head whether its lock is free
     after_lease: float = 0.25  # over which heads spread their looks after the end of a lease

@@ -35,6 +35,7 @@ from celery_redlock.lock.engine.inbox import Inbox
 from celery_redlock.lock.model.keys import votes_channel
 from celery_redlock.lock.platform.clock import Platform, SystemClock
 from celery_redlock.tasks.delivery.delivery import (
+    CLOCKS_DIFFER,
     NEVER_DEFERRED,
     RECEIVED,
     Deferral,
@@ -160,7 +161,7 @@ class WaitingRoom(bootsteps.StartStopStep):
         since_refusal = max(0.0, time_of_nodes(self._consumer.app) - deferral.at)
         with self._dispatcher.mutex:
             has_missed = not deferral.is_taken and self._quorum_history.claim(
-                request.id, now - since_refusal - self._times.clocks_differ
+                request.id, now - since_refusal - CLOCKS_DIFFER
             )
         self._dispatcher.add(waiter)
         if has_missed and waiter.eta >= now + self._times.imminent:
@@ -312,8 +313,8 @@ def _closing_twice(connect: Callable[..., Any], heartbeat: float | None = None) 
     """Return a connection to the broker whose loss does not end the worker.
 
     Source: celery.worker.consumer closes a lost connection twice. With Redis, unacknowledged
-    messages and an open BRPOP the first close fails, and the second one finds no transport to put
-    the messages back by: an AttributeError, which Celery does not expect.
+    messages and an open BRPOP the first close fails, and the second one finds no transport: an
+    AttributeError, which Celery does not expect.
     """
     connection = connect(heartbeat)
     close = connection.close

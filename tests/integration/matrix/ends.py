@@ -43,7 +43,6 @@ class After:
 
     @property
     def may_be(self) -> tuple[After, ...]:
-        """All that may be true."""
         return (self,) if self.instead is None else (self, self.instead)
 
     @property
@@ -92,7 +91,6 @@ class End:
 
 
 def both(state: str, bodies: int = 1, freed: str = RUN) -> Pair:
-    """Return what is true for early and late acknowledgement alike."""
     return After(state, bodies, freed), After(state, bodies, freed)
 
 

@@ -221,7 +221,6 @@ class Stage:
 
     @staticmethod
     def _unlike(cell: Cell, after: After) -> list[str]:
-        """Return in what a cell differs from what is expected."""
         wrong = []
         if after.state and cell.state not in after.states:
             wrong.append(f"state {cell.state}, not {after.state}")
@@ -238,7 +237,6 @@ class Stage:
         return {"holder": ends.RUN, "parent": ends.PARENT}[by[0]] if by else ends.TTL
 
     def settle(self, cells: Sequence[Cell], expected: Callable[[After], After]) -> None:
-        """Return when all is as expected, or when patience is over."""
         end = time.monotonic() + PATIENCE
         left = list(cells)
         while left and time.monotonic() < end:
@@ -255,7 +253,6 @@ class Stage:
             eventually(lambda cell=cell: self.state_of(cell) == "SUCCESS", PATIENCE)
 
     def report(self) -> str:
-        """Return all cells, and where one is wrong what its workers said last."""
         lines = [str(cell) for cell in self.cells]
         if any(cell.wrong for cell in self.cells):
             for worker in self.workers:
@@ -321,7 +318,6 @@ def live_together(stage: Stage, cells: Sequence[Cell]) -> None:
 
 @contextlib.contextmanager
 def held(stage: Stage, cells: Sequence[Cell]) -> Iterator[None]:
-    """Hold the locks of cells, so that their messages are put back."""
     with ExitStack() as stack:
         redlock = stack.enter_context(Redlock(stage.node_urls, node_timeout=NODE_TIMEOUT))
         for cell in cells:

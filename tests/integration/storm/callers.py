@@ -58,7 +58,6 @@ class Call:
         self._since, self._stalled = now(), stalls.seconds
 
     def ended(self, error: BaseException) -> None:
-        """Write why there is no lock, or no lock any more."""
         write("ended", now(), self._request, error=type(error).__name__, wait=self.wait,
               waited=now() - self._since, stalled=stalls.seconds - self._stalled,
               text=str(error)[:300])  # fmt: skip
@@ -75,7 +74,6 @@ class Call:
 
 
 def call() -> None:
-    """Wait for a lock in this thread, and hold it for a while."""
     it = Call()
     try:
         with it.lock:
@@ -128,7 +126,6 @@ async def in_tasks() -> None:
 
 
 def main(kind: str) -> None:
-    """Call until the process is killed."""
     threading.Thread(target=stalls.watch, daemon=True).start()
     if kind == "coroutines":
         asyncio.run(in_tasks())

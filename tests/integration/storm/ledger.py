@@ -348,7 +348,6 @@ class Ledger:
         return blow.worker == worker and (0 in (blow.pid, pid) or blow.pid == pid)
 
     def _had(self, worker: str, message: str, until: float) -> bool:
-        """Tell whether a worker had a message by then."""
         lines = self.lines.get(message, ())
         return any(line.worker == worker and line.at < until + GRACE for line in lines)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import os
 import random
 import time
 import uuid
@@ -25,6 +26,7 @@ from tests.integration.storm.ledger import CALLED, FINAL, KINDS, Kind, Ledger, M
 from tests.integration.storm.queue import Transit
 from tests.integration.storm.weather import ROOT, Actor, Calling, Weather
 
+SEED = int(os.environ.get("CELERY_REDLOCK_STORM_SEED") or random.SystemRandom().randrange(1 << 32))
 NODE_TIMEOUT, TTL = 0.75, 4.0  # s
 MAX_TTL = 6.0  # s: a node that comes back empty is silent for as long, and a second
 # s: after which the broker delivers again what a dead worker had; nothing is frozen for so long
@@ -213,7 +215,6 @@ class Storm:
         self.leftovers = [*leaked, *self._left()]
 
     def _left(self) -> list[str]:
-        """Return what is in a queue, in a worker's hands, or locked."""
         queued = [f"in the queue: {text[:200]}" for text in self._client.lrange("celery", 0, -1)]
         held = [f"in hands: {text[:200]}" for text in self._client.hgetall("unacked").values()]
         return [*queued, *held, *(f"locked: {name}" for name in self._locked())]
@@ -222,7 +223,6 @@ class Storm:
         return sorted({name for name, _ in self._tokens()})
 
     def _tokens(self) -> set[tuple[str, str]]:
-        """Return the names and the tokens of all locks on all nodes."""
         found = set()
         for node in self.nodes:
             with node.client() as client:
@@ -283,7 +283,6 @@ class Storm:
         return told
 
     def report(self, ledger: Ledger) -> str:
-        """Return every fault with what is around it, and what the workers said last."""
         faults = ledger.faults()
         lines = [self.summary(ledger), *(fault.splitlines()[0] for fault in faults)]
         lines += map(ledger.around, faults[:10])

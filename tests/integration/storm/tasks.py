@@ -110,7 +110,6 @@ def failing(self: Any, keys: list[str], seconds: float) -> None:
 
 
 def retrying(self: Any, keys: list[str], seconds: float, times: int = 2) -> None:
-    """Run three times, as three messages of one id."""
     work(self, keys, seconds, f"{times} to go" if times else "last")
     if times:
         raise self.retry(args=(keys, seconds, times - 1), countdown=0.1, max_retries=None)
@@ -125,7 +124,6 @@ def putting_back(self: Any, keys: list[str], seconds: float) -> None:
 
 
 def joining(self: Any, results: list[None], keys: list[str], seconds: float, parts: int) -> None:
-    """Be the body of a chord of so many."""
     if results != [None] * parts:
         raise ValueError(f"joined {results}, not {parts}")
     work(self, keys, seconds)

@@ -207,7 +207,6 @@ class Weather:
         return True
 
     def _kill_worker(self) -> bool:
-        """Kill the main process, or all of the worker."""
         actor = self._actor()
         if actor is None or actor.process is None:
             return False

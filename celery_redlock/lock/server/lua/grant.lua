@@ -13,25 +13,10 @@
 -- With KEYS[5], each reply is a list with one more number at its end: as of lua/marker.lua. Then
 -- {1, token} has the token 0 without fencing.
 local current = redis.call('GET', KEYS[1])
-if ARGV[4] ~= '' then
-  if redis.call('GET', KEYS[2]) ~= ARGV[4] then
-    if tonumber(ARGV[5]) > redis.call('PTTL', KEYS[3]) then
-      redis.call('SET', KEYS[3], '1', 'PX', ARGV[5])
-    end
-    redis.call('SET', KEYS[2], ARGV[4])
-  end
-end
-local done  -- nil without KEYS[5]: a Lua list ends before a nil, so the reply has no such number
-if KEYS[5] then
-  done = tonumber(redis.call('GET', KEYS[5]) or 0) or 0
-  if done > 0 then
-    done = math.max(1, done - redis.call('PTTL', KEYS[5]))
-  end
-end
+note_server(KEYS[2], KEYS[3], ARGV[4], ARGV[5])
+local done = KEYS[5] and ended_for(KEYS[5]) or nil  -- a Lua list ends before a nil
 if current and current ~= ARGV[1] then
-  local time = redis.call('TIME')
-  local now = time[1] * 1000 + math.floor(time[2] / 1000)
-  return {0, redis.call('PTTL', KEYS[1]), current, now, done}
+  return {0, redis.call('PTTL', KEYS[1]), current, wall(), done}
 end
 if not current and redis.call('EXISTS', KEYS[3]) == 1 then
   return {-1, redis.call('PTTL', KEYS[3]), done}

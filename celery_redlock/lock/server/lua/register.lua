@@ -1,12 +1,13 @@
 -- Register a process that waits for a resource; if it asks, return its place and when a permit is
 -- free for it.
--- KEYS  1 the set of the resource's waiters   2... the lock's keys, one for each permit; absent if
---       it does not ask
+-- KEYS  1 the set of the resource's waiters   2 the lock's key, that of permit 0; absent if it does
+--       not ask
 -- ARGV  1 the waiter   2 since when its first caller or message waits: s since 1970
 --       3 ms after which the set expires, unless somebody registers
 --       4 how many waiters before this one have had their turn: they leave the set if a permit is
 --       free   5 the beginning of the waiters' own channels: a waiter before this one whose channel
 --       has no subscriber is dead, and leaves the set if a permit is free
+--       6 the limit: the number of permits
 -- Returns  {rank, free, ms}  rank: how many waiters are before this one, -1 if the server refuses to
 --                            register it: its user lacks a right, or memory is full
 --                            free: how many permits are free now
@@ -21,8 +22,8 @@ if #KEYS == 1 then
   return 0
 end
 local ends, free, lasting = {}, 0, math.huge
-for i = 2, #KEYS do
-  local ms = redis.call('PTTL', KEYS[i])
+for _, name in ipairs(permits(KEYS[2], ARGV[6])) do
+  local ms = redis.call('PTTL', name)
   if ms == -2 then
     free = free + 1
   else

@@ -1,0 +1,153 @@
+"""Turns the nodes' replies into one permit of a lock with several holders.
+
+Not here: the round for a plain key (`rounds.py`), and how many rounds a try has (`acquirer.py`).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+from celery_redlock.errors import NodeError
+from celery_redlock.lock.engine.rounds import NUMBERS, REFUSAL, AcquireRound
+from celery_redlock.lock.model.lease import Lease
+from celery_redlock.lock.model.options import CompletionMarker
+from celery_redlock.lock.model.votes import ABSTAINED, GRANTED, REFUSED, Vote
+from celery_redlock.lock.server.requests import PERMIT
+from celery_redlock.lock.transport.command import Command, UnexpectedReplyError, text_of
+
+_GRANT, _REFUSAL = (int, int, bytes), (*REFUSAL, bytes)  # kinds of replies of lua/permit.lua
+
+
+class PermitRound(AcquireRound):
+    """The attempt to get one permit of a lock: each node grants the first free one from `first` on.
+
+    The lock is granted if a quorum has granted the same permit. A node that has granted another one
+    is asked for that permit instead, and then has our value there alone. No release is sent to it:
+    that might be delayed, and run after the grant.
+    request: makes the request for one permit, or for any (None). asked: the only permit that the
+    nodes were asked for, or None. views: by node, a "1" for each permit that other clients have.
+    """
+
+    __slots__ = ("_chosen", "_moved", "_offers", "_request", "asked", "views")
+
+    def __init__(
+        self,
+        lease: Lease,
+        nodes: int,
+        resend: Callable[[int, Command, float | None], None],
+        marker: CompletionMarker | None,
+        request: Callable[[int | None], bytes],
+        asked: int | None = None,
+    ) -> None:
+        super().__init__(lease, nodes, resend, marker)
+        self._is_plain, self._request, self.asked = False, request, asked
+        self._chosen: int | None = None  # the permit that a quorum has granted
+        self._offers: dict[int, tuple[int, float, str]] = {}  # by node: its permit, sent, run id
+        self._moved: set[int] = set()  # nodes that were asked for another permit than they gave
+        self.views: dict[int, str] = {}
+
+    def command(self, permit: int | None) -> Command:
+        return Command(self._request(permit), self, PERMIT, suffixed=True)
+
+    def on_reply(self, node: int, sent: float, reply: Any, run_id: str) -> None:
+        """Count one node's vote, for the permit that it granted. Raises UnexpectedReplyError."""
+        vote = self._vote(node, sent, reply)
+        if vote is None:
+            self.completed = True
+            self.decide()
+            return
+        if vote is REFUSED:
+            self.views[node] = text_of(reply[4])
+        elif vote is GRANTED:
+            self._offers[node], self.views[node] = (reply[1], sent, run_id), text_of(reply[2])
+            if self._chosen is not None:
+                self._settle_on(self._chosen, node)
+        if not self.decided:
+            self._count(node, vote)
+
+    def _parsed(self, reply: Any) -> tuple[Vote, list[Any]]:
+        """Return a vote and the items of a reply of lua/permit.lua; raises UnexpectedReplyError."""
+        words: list[Any] = reply if type(reply) is list else []
+        kinds = tuple(map(type, words))
+        if self._marker is not None:
+            kinds = kinds[:-1] if kinds[-1:] == (int,) else ()
+        limit = self._lease.key.limit
+        if kinds == _GRANT and words[0] == 1:
+            if 0 <= words[1] < limit == len(words[2]) and self.asked in (None, words[1]):
+                return GRANTED, words
+        elif kinds == _REFUSAL and words[0] == 0 and len(words[4]) == limit:
+            return REFUSED, words
+        elif kinds == NUMBERS and words[0] == -1:
+            return ABSTAINED, words
+        raise UnexpectedReplyError(reply)
+
+    def _count(self, node: int, vote: Vote) -> None:
+        """Count a node's vote; decide once the votes still due cannot change what to do next."""
+        bit, tally = 1 << node, self.tally
+        if not self._due & bit:
+            return
+        self._due ^= bit
+        permits = [permit for permit, _, _ in self._offers.values()]
+        best = max(permits, key=permits.count, default=0)
+        granted = permits.count(best)
+        if granted >= tally.quorum and self._chosen is None:
+            self._chosen = best
+            self._lease.key.choose(best)
+            for other in list(self._offers):
+                self._settle_on(best, other)
+        # after that: who sees a quorum here begins the lease
+        tally.granted, tally.refused = granted, len(permits) - granted + len(self._held_by)
+        tally.withheld += vote is not GRANTED and vote is not REFUSED
+        due = self._due.bit_count()
+        if tally.reached or not due or (tally.impossible and self._is_known(due)):
+            self.decide()
+
+    def _is_known(self, due: int) -> bool:
+        """Return whether the next step is known before the replies that are still due."""
+        most = max(self._free(), default=0)
+        return most >= self.tally.quorum or most + due < self.tally.quorum
+
+    def _free(self) -> list[int]:
+        """Return, for each permit, how many of the nodes that replied have it free or as ours."""
+        views = list(self.views.copy().values())
+        return [ones.count("0") for ones in zip(*views, strict=True)]
+
+    def _settle_on(self, permit: int, node: int) -> None:
+        offered, sent, run_id = self._offers[node]
+        if offered == permit:
+            self._lease.granted.add(node)
+            self._lease.confirm(node, sent, run_id)
+        elif self.wanted and node not in self._moved:
+            self._moved.add(node)
+            self._resend(node, self.command(permit), None)
+
+    @property
+    def is_free_somewhere(self) -> bool:
+        """Whether a node has a permit free: then rivals, or late requests, share the nodes."""
+        return any("0" in view for view in self.views.copy().values())
+
+    def takable(self) -> int | None:
+        """Return a permit that a quorum of nodes has free or as ours; None if there is none.
+
+        It is the one that most nodes have granted, else a random one: rivals ask for others.
+        """
+        quorum = self.tally.quorum
+        free = [permit for permit, nodes in enumerate(self._free()) if nodes >= quorum]
+        permits = [permit for permit, _, _ in self._offers.copy().values()]
+        best = max(permits, key=permits.count, default=None)
+        if best in free or not free:
+            return best if free else None
+        return random.choice(free)  # noqa: S311 - no secret
+
+    def on_error(self, node: int, command: Command, error: NodeError) -> None:
+        """As for one key. A node that has granted a permit may keep our value there."""
+        if node not in self._offers:
+            super().on_error(node, command, error)
+        elif error.lost:
+            self._lease.asked_again.add(node)
+
+    @property
+    def _voted(self) -> set[int]:
+        return {*self._offers.copy(), *self._held_by.copy()}
