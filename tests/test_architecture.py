@@ -100,11 +100,11 @@ PRIVATE_NAMES_IN_TESTS: dict[str, tuple[str, str]] = {
 }
 # Lines and modules of the package, and what a walk of `tests/walks.py` passes: files, functions and
 # classes. They only fall; a feature that raises one does so in a commit of its own, and says why.
-LINES, FILES = 20_260, 85
+LINES, FILES = 20_080, 85
 WALKS = {
-    "a plain lock": (23, 100, 28),
-    "a message in a worker": (41, 158, 38),
-    "a refused message until it waits": (51, 289, 57),
+    "a plain lock": (23, 98, 27),
+    "a message in a worker": (41, 158, 37),
+    "a refused message until it waits": (51, 287, 57),
     "from the release to its end": (39, 181, 43),
 }
 MOST_WALKS = 3  # a busy machine lets threads come between

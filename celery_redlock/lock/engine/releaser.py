@@ -182,7 +182,8 @@ class Releaser:
         release.lease.end()  # before the first byte leaves: from here on nothing is held
         self.core.watchdog.unwatch(release.acquisition)
         nodes.broadcast(release.command(), self.core.clock.now())
-        nodes.report_broken()  # reports of connections that broke with a grant in flight
+        if nodes.mail:  # a connection may have broken with a grant in flight
+            nodes.report_broken()
         if release.lease.asked_again:
             self.expect_late_grant(release)
         self._unwritten.pop(id(release), None)
