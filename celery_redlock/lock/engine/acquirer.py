@@ -51,10 +51,9 @@ class Acquirer:
     def __init__(self, core: Core, releaser: Releaser, renewer: Renewer) -> None:
         self.core, self._clock = core, core.clock
         self._releaser, self._renewer = releaser, renewer
-        self._margin = MARGIN + core.clock.resolution
-        self._guarded = core.options.guard.mode != "off"
-        nodes = core.nodes
-        self._counts = len(nodes.all), nodes.quorum, core.options.clock_drift
+        nodes, options, margin = core.nodes, core.options, MARGIN + core.clock.resolution
+        is_guarded = options.guard.mode != "off"
+        self._terms = len(nodes.all), nodes.quorum, options.clock_drift, margin, is_guarded
 
     def try_acquire(
         self, hold: Hold, options: LockOptions, keys: Sequence[LockKey]
@@ -201,9 +200,8 @@ class Acquirer:
             label = options.label or _process_label(os.getpid())
             token = self.core.platform.new_token()
             value = value_of(token, since_ms, label, options.ttl)
-        nodes, quorum, drift = self._counts
-        fence = Fence(quorum) if options.fencing else None
-        return Lease(key, value, nodes, quorum, drift, self._margin, self._guarded, fence)
+        fence = Fence(self.core.nodes.quorum) if options.fencing else None
+        return Lease(key, value, *self._terms, fence)
 
     def _has_counters(self, fence: Fence, round_: AcquireRound) -> bool:
         """Return whether a quorum's counters count; tell of the nodes whose counters do not."""
@@ -232,11 +230,7 @@ class Acquirer:
         )
 
     def confirm_fencing_token(self, acquisitions: Sequence[Acquisition]) -> Failure | None:
-        """Have one token confirmed for each key; return None if it may be used, else the failure.
-
-        Several resources share one token, so it must be confirmed for each of them. Otherwise a
-        later holder of one resource might get a smaller token.
-        """
+        """Have the keys' common token confirmed for each: later holders of one get a larger one."""
         core, token = self.core, max(one.fencing_token for one in acquisitions)
         for lease in chain.from_iterable(one.leases for one in acquisitions):
             until = self._clock.now() + core.nodes.timeout

@@ -89,13 +89,11 @@ class AcquireRound(Round):
         bit = 1 << node
         if self._due & bit:
             self._due ^= bit
-            # without a quorum of plausible counters, the nodes that are still due decide
-            if self.tally.add(vote) and (self._is_plain or not self._due or self._has_counters()):
-                self.decide()
-
-    def _has_counters(self) -> bool:
-        fence = self._lease.fence
-        return fence is None or not self.tally.reached or fence.has_quorum
+            if self.tally.add(vote):
+                fence = self._lease.fence
+                lacks_counters = fence is not None and self.tally.reached and not fence.has_quorum
+                if not lacks_counters or not self._due:  # else the nodes that are due decide
+                    self.decide()
 
     def _vote(self, node: int, sent: float, reply: Any) -> Vote | None:
         """Return the vote in a reply; None if the run has ended or is superseded."""
@@ -131,11 +129,7 @@ class AcquireRound(Round):
         raise UnexpectedReplyError(reply)
 
     def _has_ended(self, age_ms: int, sent: float) -> bool:
-        """Return whether a completion marker says that this run must not begin.
-
-        age_ms: as of lua/marker.lua, when the node executed the request. sent: monotonic seconds
-        before that, so the run ended a little later than they tell.
-        """
+        """Return whether a marker of this age, as of lua/marker.lua, says not to begin the run."""
         marker = self._marker
         if marker is None or marker.asks_since is None:
             return False
@@ -225,11 +219,7 @@ class RenewRound(Round):
 
     @property
     def wanted(self) -> bool:
-        """False once all the leases are over.
-
-        A renewal may include a key whose lease is over: it does not set a missing key. A reclaim
-        does, so a reclaim has only one key.
-        """
+        """False once all the leases are over. A reclaim, which sets a missing key, has only one."""
         return any(lease.state is HELD for lease in self._leases)
 
     @property
@@ -245,10 +235,7 @@ class RenewRound(Round):
         return renewing - max(self._doubted.values(), default=0) >= self._quorum
 
     def on_reply(self, node: int, sent: float, reply: Any, run_id: str) -> None:
-        """Extend the node's deadline of each lease, or stop counting the node.
-
-        Raises UnexpectedReplyError before any part of the reply counts.
-        """
+        """Extend the deadlines, or stop counting the node. An odd reply counts in no part."""
         if type(reply) is not hiredis.ReplyError:
             self._check(reply)
             now = self._clock.now
@@ -271,7 +258,6 @@ class RenewRound(Round):
                 raise UnexpectedReplyError(reply)
 
     def _on_unconfirmed(self, number: int, node: int, sent: float, word: Any, run_id: str) -> None:
-        """Handle a reply on one key that is no plain confirmation, or of a node on probation."""
         one, now = self._leases[number], self._clock.now()
         if type(word) is list and one.renewed(node, sent, now, run_id):
             # above LAST_TOKEN another program has changed the counter

@@ -11,7 +11,7 @@ import functools
 import math
 from collections.abc import Collection, Sequence
 
-from celery_redlock.lock.model.keys import broken_key, lock_key, waiting_key
+from celery_redlock.lock.model.keys import lock_key, waiting_key
 from celery_redlock.lock.transport.command import encode_bulk, encode_text
 
 MARGIN = 0.002  # seconds by which a lease is shortened for the clocks' granularity, and at its end
@@ -138,16 +138,18 @@ class Fence:
         bound = self.bound
         return [node for node, counter in self._counters.copy().items() if counter > bound]
 
+    def _plausible(self) -> list[int]:
+        bound = self.bound
+        return [counter for counter in self._counters.copy().values() if counter <= bound]
+
     @property
     def has_quorum(self) -> bool:
         """Whether the counters of a quorum count, so that `greatest` may be a token."""
-        return len(self._counters) - len(self.implausible) >= self._quorum
+        return len(self._plausible()) >= self._quorum
 
     @property
     def greatest(self) -> int:
-        bound = self.bound
-        counters = self._counters.copy()
-        return max((counter for counter in counters.values() if counter <= bound), default=0)
+        return max(self._plausible(), default=0)
 
     def choose(self, token: int) -> None:
         self.token = max(self.token, token)
@@ -155,10 +157,8 @@ class Fence:
     @property
     def usable(self) -> bool:
         """Whether a quorum of nodes has reached the token."""
-        token, bound = self.token, self.bound
-        counters = self._counters.copy()  # another thread may add a late counter meanwhile
-        reached = sum(token <= counter <= bound for counter in counters.values())
-        return token > 0 and reached >= self._quorum
+        reached = sum(counter >= self.token for counter in self._plausible())
+        return self.token > 0 and reached >= self._quorum
 
 
 class Probation:
@@ -220,10 +220,6 @@ class Lease:
         self.packed_value = encode_text(value)
         self.packed_release = self.packed_renewal = b""  # encoded once, at the first use
 
-    @property
-    def broken_key(self) -> str:
-        return broken_key(self.key.name, self.value)
-
     def confirm(self, node: int, sent: float, run_id: str = "") -> None:
         """Count a node that granted a request sent at `sent`. run_id: of its server."""
         if self.state is ACQUIRING or self.state is HELD:
@@ -273,17 +269,13 @@ class Lease:
                     del self.probation[other]
 
     def missing(self, node: int, now: float, run_id: str = "") -> None:
-        """Record that a node replied that it has no such key.
-
-        After a restart, the node's grace period keeps its promise true, so we may reclaim the key
-        at once. The promise is broken if the key was deleted or evicted, or the node's clock was
-        set forward. Then we may reclaim the key only after the promised deadline.
-        """
+        """Record that a node replied that it has no such key."""
         if self.expire(now) or self.state is not HELD:
             return
         if self.keeps_its_promise(node, run_id):
-            self.reclaims[node] = UNKNOWN
+            self.reclaims[node] = UNKNOWN  # we may reclaim the key at once
             return
+        # it was deleted or evicted, or the node's clock was set forward: only after the deadline
         self.reclaims[node] = max(self.ends[node], self.reclaims.get(node, UNKNOWN))
         causes = "an operator broke it, or it was deleted or evicted"
         self._stop_counting(node, f"its key is gone from the nodes: {causes}")

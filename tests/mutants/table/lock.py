@@ -40,7 +40,7 @@ MUTANTS = (
            "            self.probation[node] = Probation(now)\n", "            pass\n"),
     Mutant("a fencing token is used before a quorum of nodes knows it",
            "lock.model.lease:Fence.usable", "unit/test_lease.py",
-           "return token > 0 and reached >= self._quorum", "return token > 0"),
+           "return self.token > 0 and reached >= self._quorum", "return self.token > 0"),
     Mutant("a node that restarted empty votes while a lock that it forgot may be held",
            "lock.model.options:grace_period",
            "simulation/test_mutants.py::the_shipped_code_stands_the_same_interleaving",
