@@ -8,8 +8,8 @@ from tests.mutants.mutant import Mutant
 # fmt: off
 MUTANTS = (
     Mutant("a lease leaves no room for clocks of another speed",
-           "lock.model.lease:lease_end", "unit/test_lease.py",
-           "return sent + ttl * (1.0 - drift)", "return sent + ttl + 0 * drift"),
+           "lock.model.lease:Lease.__init__", "unit/test_lease.py",
+           "key.ttl * (1.0 - drift)", "key.ttl + 0 * drift"),
     Mutant("half of the nodes are a quorum",
            "lock.model.votes:quorum_of", "unit/test_votes.py",
            "return nodes // 2 + 1", "return (nodes + 1) // 2"),
