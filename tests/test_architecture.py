@@ -85,7 +85,7 @@ PRIVATE_NAMES_IN_TESTS: dict[str, tuple[str, str]] = {
     ),
     "simulation/mutants.py": (
         "_check_loss _clock _confirm_others _core _count _ended_at _ends _give_up _has_ended "
-        "_lease _leases _lock_key _moved _offers _quorum _reclaim_at _recount _resend _runs "
+        "_lease _leases _lock_key _moved _offers _reclaim_at _recount _resend _runs "
         "_settle_on _span _unwritten _write",
         "a mutant replaces a step",
     ),
