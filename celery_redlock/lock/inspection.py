@@ -207,9 +207,8 @@ def list_waiting(redlock: Redlock) -> WaitingList:
     found, failing = ask_each(nodes, ask)
     heard = [listening for _, listening in found.values() if listening is not None]
     listens = None if len(heard) < nodes.quorum else set().union(*heard)
-    registered: dict[
-        str, dict[Any, dict[str, float]]
-    ] = {}  # by resource and waiter: since, by node
+    # by resource and waiter: since, by node
+    registered: dict[str, dict[Any, dict[str, float]]] = {}
     wrong_type: dict[str, tuple[str, ...]] = {}
     for node, (sets, _) in found.items():
         for name, scores in sets:
