@@ -6,7 +6,7 @@ Not here: the locks on the nodes (`inspection.py`), and how to ask a node (`serv
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from typing import Any
@@ -78,7 +78,7 @@ def exchange_shared_settings(redlock: Redlock) -> Mapping[str, list[str]]:
     nodes, answering = redlock.session.nodes, _connect(redlock)
     request = encode_command("SET", _settings_key(redlock), shared_settings_of(redlock), "GET")
     noted = nodes.query(request, _read_settings, nodes=answering)
-    return _differing(redlock, [(nodes.all[index].name, text) for index, text in noted.items()])
+    return _differing(redlock, {nodes.all[index].name: text for index, text in noted.items()})
 
 
 def read_shared_settings(redlock: Redlock) -> Mapping[str, list[str]]:
@@ -98,7 +98,7 @@ def read_shared_settings(redlock: Redlock) -> Mapping[str, list[str]]:
         if run_id and run_id in seen:
             raise one_server(type(redlock).__name__, (seen[run_id], node))
         seen[run_id] = node
-    return _differing(redlock, [(node, noted) for node, (noted, _) in found.items()])
+    return _differing(redlock, {node: noted for node, (noted, _) in found.items()})
 
 
 def _settings_key(redlock: Redlock) -> str:
@@ -109,11 +109,11 @@ def _read_settings(reply: Any) -> str | None:
     return None if reply is None else read_text(reply)
 
 
-def _differing(redlock: Redlock, noted: Iterable[tuple[str, str | None]]) -> dict[str, list[str]]:
+def _differing(redlock: Redlock, noted: Mapping[str, str | None]) -> dict[str, list[str]]:
     """Return the nodes by the settings noted there, without those like this client's."""
     own = shared_settings_of(redlock)
     others: dict[str, list[str]] = {}
-    for node, settings in noted:
+    for node, settings in noted.items():
         if settings not in (None, own):
             others.setdefault(settings, []).append(node)
     return others
