@@ -114,7 +114,7 @@ class Acquirer:
         lease = self.new_lease(options, key)
         acquisition.leases.append(lease)  # before the request leaves, so it gets released
         core.events.claiming(acquisition, lease)
-        round_ = AcquireRound(lease, len(core.nodes.all), core.nodes.send_to, options.marker)
+        round_ = AcquireRound(lease, core.nodes.send_to, options.marker)
         lease.sent, least = clock.now(), None
         if lease.fence is not None:
             least = lease.fence.proposed = proposal(clock.wall_us())
@@ -189,7 +189,7 @@ class Acquirer:
         first = random.randrange(limit)  # noqa: S311 - no secret
         request = functools.partial(core.requests.permit, lease, options.marker, first)
         nodes, marker = core.nodes, options.marker
-        round_ = PermitRound(lease, len(nodes.all), nodes.send_to, marker, request, asked)
+        round_ = PermitRound(lease, nodes.send_to, marker, request, asked)
         lease.sent = self._clock.now()
         return self._run(round_, round_.command(asked), lease, acquisition), round_
 

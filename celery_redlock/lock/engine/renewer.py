@@ -41,7 +41,7 @@ class Renewer:
         entries: list[list[Entry]] = [[] for _ in core.nodes.all]
         for leases, owners, lacking in _in_parts(renewed, sent):
             on_missing = functools.partial(self._on_missing, owners)
-            round_ = RenewRound(leases, len(entries), self._clock, on_missing)
+            round_ = RenewRound(leases, self._clock, on_missing)
             rounds.append((owners, round_))
             group.add(round_)
             request = core.requests.renew(leases)
@@ -85,7 +85,7 @@ class Renewer:
         fence.choose(token)
         if not fence.usable:
             nodes, clock = self._core.nodes, self._clock
-            round_ = RenewRound([lease], len(nodes.all), clock, lambda number: None)
+            round_ = RenewRound([lease], clock, lambda number: None)
             request = self._core.requests.renew([lease])
             nodes.broadcast(Command(request, round_, RENEW), clock.now())
             nodes.wait(round_, until)

@@ -48,7 +48,6 @@ class AcquireRound(Round):
     def __init__(
         self,
         lease: Lease,
-        nodes: int,
         resend: Callable[[int, Command, float | None], None],
         marker: CompletionMarker | None = None,
     ) -> None:
@@ -57,7 +56,8 @@ class AcquireRound(Round):
         self._marker = marker if marker is not None and marker.asks_since is not None else None
         self._is_plain = lease.fence is None and self._marker is None
         self.completed = self.superseded = False
-        self.tally = Tally(nodes)
+        nodes = len(lease.ends)
+        self.tally = Tally(nodes, lease.quorum)
         self._due = (1 << nodes) - 1  # nodes whose vote is not counted yet, as bits
         self._held_by: dict[int, HeldByOther] = {}
         self.abstaining: dict[int, float] = {}  # seconds for which a node does not vote
@@ -207,13 +207,14 @@ class RenewRound(Round):
                  "_renewed", "_unsettled")  # fmt: skip
 
     def __init__(
-        self, leases: Sequence[Lease], nodes: int, clock: Clock, on_missing: Callable[[int], object]
+        self, leases: Sequence[Lease], clock: Clock, on_missing: Callable[[int], object]
     ) -> None:
         self.decided, self.wake = False, None
         self._leases, self._on_missing, self._clock = leases, on_missing, clock
         self._renewed = 0  # nodes that replied without an error, as bits
         self._doubted: dict[int, int] = {}  # by number of a key: how many of these did not renew it
-        self._quorum, self._due = quorum_of(nodes), (1 << nodes) - 1  # nodes still due, as bits
+        self._quorum = leases[0].quorum
+        self._due = (1 << len(leases[0].ends)) - 1  # nodes still due, as bits
         fences = [one.fence for one in leases if one.fence is not None]
         self._unsettled = [fence for fence in fences if not fence.usable]
 

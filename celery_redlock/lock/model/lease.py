@@ -10,6 +10,7 @@ import enum
 import functools
 import math
 from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
 from celery_redlock.lock.model.keys import lock_key, waiting_key
 from celery_redlock.lock.transport.command import encode_bulk, encode_text
@@ -35,16 +36,6 @@ class State(enum.Enum):
 
 # module names, for speed: an attribute of the class costs as much as the rest (Python 3.11)
 ACQUIRING, HELD, LOST, RELEASED = State
-
-
-def lease_end(sent: float, ttl: float, drift: float) -> float:
-    """Return the earliest monotonic second at which a node may drop a key.
-
-    sent: read before the first byte left, so the node's ttl cannot have begun earlier. ttl:
-    seconds. drift: the fraction by which clocks may differ in speed.
-    Source: redis.io "Distributed Locks with Redis", made exact for each node instead of a round.
-    """
-    return sent + ttl * (1.0 - drift) - MARGIN
 
 
 def validity(ends: Sequence[float], quorum: int) -> float:
@@ -161,33 +152,27 @@ class Fence:
         return self.token > 0 and reached >= self._quorum
 
 
-class Probation:
-    """A node that renewed our key after its deadline, maybe by a reclaim: it is not counted yet.
+class Probation(NamedTuple):
+    """A node that renewed our key after its deadline, maybe by a reclaim: it is not counted yet."""
 
-    since: monotonic seconds. confirmed: other nodes that renewed on requests sent after that.
-    """
-
-    __slots__ = ("confirmed", "since")
-
-    def __init__(self, since: float) -> None:
-        self.since = since
-        self.confirmed: set[int] = set()
+    since: float  # monotonic seconds
+    confirmed: set[int]  # other nodes that renewed on requests sent after that
 
 
 class Lease:
     """All that is known of one key on each node, from its request to its release or loss.
 
-    nodes: number of nodes. drift: fraction. margin: the lease ends this many seconds before its
-    validity. guarded: whether restarted nodes abstain for a grace period, so that their promises
-    stay true. fence: its fencing token. Times are arguments and never read here.
+    nodes: number of nodes. drift: fraction by which clocks may differ in speed. margin: the lease
+    ends this many seconds before its validity. guarded: whether restarted nodes abstain for a grace
+    period, so that their promises stay true. fence: its fencing token. Times are arguments.
     sent: monotonic seconds, read before the request was written. granted: indexes of nodes that
     granted the key. never_asked: of nodes that the request certainly did not reach. asked_again: of
     nodes where an older request may still run later.
     """
 
-    __slots__ = ("_guarded", "_quorum", "_runs", "_span", "asked_again", "ends", "fence", "granted",
-                 "key", "margin", "never_asked", "packed_release", "packed_renewal", "packed_value",
-                 "probation", "reason", "reclaims", "sent", "state", "ttl", "valid_until",
+    __slots__ = ("_guarded", "_runs", "_span", "asked_again", "ends", "fence", "granted", "key",
+                 "margin", "never_asked", "packed_release", "packed_renewal", "packed_value",
+                 "probation", "quorum", "reason", "reclaims", "sent", "state", "ttl", "valid_until",
                  "value")  # fmt: skip
 
     def __init__(
@@ -202,9 +187,12 @@ class Lease:
         fence: Fence | None = None,
     ) -> None:
         self.key, self.value, self.fence = key, value, fence
-        self._quorum, self._guarded = quorum, guarded
+        self.quorum, self._guarded = quorum, guarded
         self.ttl, self.margin = key.ttl, margin
-        self._span = lease_end(0.0, key.ttl, drift)  # seconds from a request to its deadline
+        # seconds until the node may drop the key. Counted from before the first byte of its request
+        # left, so the node's ttl cannot have begun earlier.
+        # Source: redis.io "Distributed Locks with Redis", made exact for each node, not for a round
+        self._span = key.ttl * (1.0 - drift) - MARGIN
         self.sent = 0.0  # also of a repetition: an old fencing proposal must not get a newer lease
         self.ends = [UNKNOWN] * nodes
         self._runs = [""] * nodes  # the run id of the server behind each deadline
@@ -230,7 +218,7 @@ class Lease:
                 if self.probation:
                     self._recount()
                 else:
-                    self.valid_until = validity(ends, self._quorum)
+                    self.valid_until = validity(ends, self.quorum)
 
     def renewed(self, node: int, sent: float, now: float, run_id: str = "") -> bool:
         """Extend the deadline of one node. If it had already passed, the node goes on probation.
@@ -247,12 +235,12 @@ class Lease:
             self.reclaims.pop(node, None)
         before = ends[node]
         if before <= now:
-            self.probation[node] = Probation(now)
+            self.probation[node] = Probation(now, set())
         if end > before:
             ends[node] = end
         if not self.probation:
             if end > self.valid_until:  # otherwise the quorum-th largest end stays the same
-                self.valid_until = validity(ends, self._quorum)
+                self.valid_until = validity(ends, self.quorum)
             return True
         self._confirm_others(node, sent)
         self._recount()
@@ -265,7 +253,7 @@ class Lease:
         for other, probation in list(self.probation.items()):
             if sent > probation.since:
                 probation.confirmed.add(node)
-                if len(probation.confirmed) >= self._quorum:
+                if len(probation.confirmed) >= self.quorum:
                     del self.probation[other]
 
     def missing(self, node: int, now: float, run_id: str = "") -> None:
@@ -319,11 +307,10 @@ class Lease:
         self._recount()
 
     def _recount(self) -> None:
+        ends = self.ends
         if self.probation:
-            counted = [UNKNOWN if n in self.probation else e for n, e in enumerate(self.ends)]
-            self.valid_until = validity(counted, self._quorum)
-        else:
-            self.valid_until = validity(self.ends, self._quorum)
+            ends = [UNKNOWN if n in self.probation else end for n, end in enumerate(ends)]
+        self.valid_until = validity(ends, self.quorum)
 
     def to_reclaim(self, now: float) -> Collection[int]:
         if not self.reclaims:

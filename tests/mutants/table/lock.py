@@ -8,8 +8,8 @@ from tests.mutants.mutant import Mutant
 # fmt: off
 MUTANTS = (
     Mutant("a lease leaves no room for clocks of another speed",
-           "lock.model.lease:lease_end", "unit/test_lease.py",
-           "return sent + ttl * (1.0 - drift)", "return sent + ttl + 0 * drift"),
+           "lock.model.lease:Lease.__init__", "unit/test_lease.py",
+           "key.ttl * (1.0 - drift)", "key.ttl + 0 * drift"),
     Mutant("half of the nodes are a quorum",
            "lock.model.votes:quorum_of", "unit/test_votes.py",
            "return nodes // 2 + 1", "return (nodes + 1) // 2"),
@@ -37,7 +37,7 @@ MUTANTS = (
            " or (now >= self.valid_until - self.margin and self.expire(now))", ""),
     Mutant("a key that a holder has set again counts at once",
            "lock.model.lease:Lease.renewed", "unit/test_lease.py",
-           "            self.probation[node] = Probation(now)\n", "            pass\n"),
+           "            self.probation[node] = Probation(now, set())\n", "            pass\n"),
     Mutant("a fencing token is used before a quorum of nodes knows it",
            "lock.model.lease:Fence.usable", "unit/test_lease.py",
            "return self.token > 0 and reached >= self._quorum", "return self.token > 0"),
