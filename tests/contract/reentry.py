@@ -62,6 +62,22 @@ def release_at_every_point(made: Redlock) -> int:
     return 0
 
 
+def release_itself_at_every_point(made: Redlock, rival: Redlock) -> int:
+    """Return at how many points of a refused acquire its own lock, held before, was released."""
+    own = made.lock("own").acquire()
+    own.release()
+
+    def refused() -> None:
+        with contextlib.suppress(NotAcquired):
+            own.acquire()
+
+    with rival.lock("own", wait=60):
+        for at in itertools.count(1):
+            if not interrupt(refused, at, own.release, files_of_the_engine(), "acquire"):
+                return at - 1
+    return 0
+
+
 def acquire_at_every_point(made: Redlock) -> int:
     """Return at how many points of an acquire and a release another lock could be acquired."""
     got = 0
@@ -125,6 +141,9 @@ def main(how: str, *urls: str) -> None:
             made.lock("first", wait=60).acquire().release()
         if how == "random":
             done = at_random(made, clients[0])
+        elif how == "itself":
+            with Redlock(urls, node_timeout=NODE_TIMEOUT) as rival:
+                done = release_itself_at_every_point(made, rival)
         else:
             done = {"release": release_at_every_point, "acquire": acquire_at_every_point}[how](made)
         end = time.monotonic() + FREED

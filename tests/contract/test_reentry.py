@@ -32,6 +32,13 @@ def test_a_release_that_interrupts_a_command_at_any_point_arrives(nodes: Nodes) 
 
 
 @pytest.mark.slow
+def test_a_release_of_its_own_lock_that_interrupts_a_refused_acquire_is_no_error(
+    nodes: Nodes,
+) -> None:
+    assert end(start("itself", nodes)) > 100
+
+
+@pytest.mark.slow
 def test_an_acquire_that_interrupts_a_command_at_any_point_ends(nodes: Nodes) -> None:
     assert end(start("acquire", nodes)) > 50
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from typing import Any, Protocol
-from weakref import ref
 
 from hiredis import ReplyError
 
@@ -138,10 +137,8 @@ class Releaser:
             if hold.end_wait is not None:
                 hold.end_wait()
         finally:
-            its = ref(hold)
             for acquisition in hold.acquisitions:
-                if its in acquisition.holds:
-                    acquisition.holds.remove(its)
+                hold.leave(acquisition)
                 if not acquisition.users and (not anywhere or acquisition.abandon()):
                     self.release(acquisition)
 

@@ -12,6 +12,7 @@ import itertools
 import math
 import random
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 from weakref import ref
 
@@ -247,7 +248,12 @@ class Hold:
 
     def remove(self, acquisition: Acquisition) -> None:
         self.acquisitions.remove(acquisition)
-        acquisition.holds.remove(ref(self))
+        self.leave(acquisition)
+
+    def leave(self, acquisition: Acquisition) -> None:
+        """Count as none of its holds. A second call, as in a signal handler, has no effect."""
+        with suppress(ValueError):
+            acquisition.holds.remove(ref(self))
 
     def add_outer(self, options: LockOptions, now: float) -> dict[str, Acquisition]:
         """Rely on acquisitions that the owner holds already; return them by resource.
