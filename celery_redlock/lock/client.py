@@ -75,7 +75,7 @@ class Redlock:
         self.session = Session(self, options, addresses, platform_for(addresses))
         self._dropped = weakref.finalize(self, _end_dropped, self.session)
         self._dropped.atexit = False
-        _sessions.add(self.session)
+        _sessions.append(weakref.ref(self.session, _sessions.remove))
 
     def lock(
         self,
@@ -177,14 +177,18 @@ def _forget_all() -> None:
 
 
 def sessions() -> list[Session]:
-    """Return the sessions of this process."""
-    return list(_sessions)
+    """Return the sessions of this process, the oldest first."""
+    found = [one() for one in list(_sessions)]  # in one step: another thread may add one meanwhile
+    return [session for session in found if session is not None]
 
 
 def session_of(identity: bytes) -> Session | None:
-    """Return a session of this process by its `identity`, which depends on nodes and prefix."""
-    return next((one for one in _sessions if one.identity == identity), None)
+    """Return an open session of this process by its `identity`: that of its nodes and prefix."""
+    for one in sessions():
+        if one.identity == identity and not one.is_closed:  # a closed one sends nothing
+            return one
+    return None
 
 
-_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+_sessions: list[weakref.ref[Session]] = []
 os.register_at_fork(after_in_child=_forget_all)

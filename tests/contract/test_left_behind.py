@@ -172,6 +172,36 @@ def test_a_session_is_found_by_what_names_its_nodes(nodes: Nodes) -> None:
         assert session_of(b"nobody's") is None
 
 
+def test_a_closed_session_is_not_found(nodes: Nodes) -> None:
+    """It sends nothing: what a killed child held would stay, and be told as released."""
+    urls = [node.url for node in nodes]
+    closed = [Redlock(urls) for _ in range(8)]
+    with Redlock(urls) as stays:
+        for one in closed:
+            one.close()
+        assert session_of(stays.session.identity) is stays.session
+    assert session_of(stays.session.identity) is None
+
+
+def test_a_session_is_looked_for_while_another_thread_makes_one(nodes: Nodes) -> None:
+    made: list[Redlock] = []
+
+    class Meanwhile(bytes):
+        """Compared to the identity of a session, as another thread makes a `Redlock`."""
+
+        __hash__ = bytes.__hash__
+
+        def __eq__(self, other: object) -> bool:
+            made.append(Redlock([node.url for node in nodes]))
+            return False
+
+    with Redlock([node.url for node in nodes]), Redlock([node.url for node in nodes]):
+        assert session_of(Meanwhile()) is None
+    assert len(made) >= 2
+    for one in made:
+        one.close()
+
+
 def test_what_a_run_claims_for_itself_is_released_and_not_named(
     redlock: Redlock, nodes: Nodes
 ) -> None:
