@@ -490,3 +490,25 @@ def test_a_child_is_told_that_its_run_was_ended_and_no_other_child_or_run(
     reaper_module.announce_end(3, "a run")
     assert [slot.is_end_announced("a run") for slot in slots[:2]] == [True, False]
     assert not slots[0].is_end_announced("another run")
+
+
+def test_a_release_that_fails_leaves_out_no_other_and_closes_the_slot(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    slot = JournalSlot()
+    slot.sign(os.getpid(), 0)
+    for name in ("first", "second"):
+        claim(slot, holding_of(name))
+
+    def fail(identity: bytes) -> None:
+        raise OSError("a release")
+
+    known = Children()
+    known.slots.append(slot)
+    known.watched[slot] = process = ChildProcess(os.getpid(), 0)
+    monkeypatch.setattr(reaper_module, "session_of", fail)
+    assert ChildReaper(known, Celery("reaps", set_as_current=False)).reap(slot, process) == []
+    told = [record.getMessage().split("'")[1] for record in caplog.records]
+    assert sorted(told) == ["first", "second"]
+    with pytest.raises(ValueError, match="closed"):
+        read(slot)

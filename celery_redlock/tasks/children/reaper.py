@@ -10,7 +10,7 @@ import logging
 import os
 import select
 from collections import defaultdict
-from contextlib import nullcontext, suppress
+from contextlib import closing, nullcontext, suppress
 from pathlib import Path
 from threading import get_ident
 from typing import Any
@@ -41,6 +41,7 @@ MAX_UNWATCHED = 1000  # slots of forks that failed, or of children that have not
 FORK_WAIT = 1.0  # seconds that a fork waits for receivers of signals to return
 POLL_INTERVAL = 0.1  # seconds between looks at a process that has no descriptor to wait for
 RETRY_AFTER = 1.0  # seconds, after an error that no part of ours should raise
+NOT_RELEASED = "process %d exited: its lock %r is not released and expires with its ttl"
 
 
 class ChildProcess:
@@ -318,13 +319,18 @@ class ChildReaper:
         del self._children.watched[slot]
         process.close()
         by_acquisition = defaultdict[tuple[bytes, int], list[JournalEntry]](list)
-        for entry in sorted(slot.read(), key=lambda entry: entry.requested_at):
-            by_acquisition[entry.session, entry.acquisition].append(entry)
-        released = [
-            self._release(entries, process.pid, slot.is_end_announced(entries[0].run_id))
-            for entries in by_acquisition.values()
-        ]
-        slot.close()
+        released = []
+        with closing(slot):
+            for entry in sorted(slot.read(), key=lambda entry: entry.requested_at):
+                by_acquisition[entry.session, entry.acquisition].append(entry)
+            for entries in by_acquisition.values():
+                is_ended = slot.is_end_announced(entries[0].run_id)
+                try:
+                    released.append(self._release(entries, process.pid, is_ended))
+                except Exception:  # the other locks, and the other children, are still to do
+                    resource = entries[0].resource
+                    extra = {"event": "child_exited", "pid": process.pid, "resource": resource}
+                    logger.warning(NOT_RELEASED, process.pid, resource, extra=extra, exc_info=True)
         return [held for held in released if held is not None]
 
     def _release(
@@ -339,8 +345,7 @@ class ChildReaper:
         extra = {"event": "child_exited", "pid": pid, "resource": first.resource}
         if session is None:  # of nodes that this process does not know
             if states != {RELEASED}:
-                text = "process %d exited: its lock %r is not released and expires with its ttl"
-                logger.warning(text, pid, first.resource, extra=extra)
+                logger.warning(NOT_RELEASED, pid, first.resource, extra=extra)
             return None
         marker = None
         # a run that never had its lock is not done: its message may be on its way to run later
