@@ -221,17 +221,23 @@ class StateReporter:
     def deferred(self, info: Mapping[str, Any], why: str) -> None:
         """Store and send DEFERRED. info, why: as of `Deferral`."""
         if self.stores:
-            self._store(functools.partial(self._store_on_way, DEFERRED, info))
+            self._store(functools.partial(self._store_deferred, info))
         text = "{resource}: {why}; deferrals: {deferrals}; waited: {waited:.1f} s; next try: "
         text = f"{text}{{next_try}}".format(why=why, **info)
         self._send("task-deferred", result=text, **info)
 
-    def _store_on_way(self, state: str, meta: Mapping[str, Any]) -> None:
-        """Store a state that is not final, but never over ABORTED, which is celery.contrib's."""
-        task, request = self._task, self._request
-        is_aborted = getattr(task, "is_aborted", None)
-        if is_aborted is None or not is_aborted(task_id=request.id):
-            task.backend.store_result(request.id, meta, state, request=request)
+    def _is_aborted(self) -> bool:
+        """Return whether celery.contrib's ABORTED is stored; no state on the way goes over it."""
+        is_aborted = getattr(self._task, "is_aborted", None)
+        return is_aborted is not None and bool(is_aborted(task_id=self._request.id))
+
+    def _store_deferred(self, info: Mapping[str, Any]) -> None:
+        if not self._is_aborted():
+            self._store_state(DEFERRED, info)
+
+    def _store_state(self, state: str, meta: Mapping[str, Any]) -> None:
+        request = self._request
+        self._task.backend.store_result(request.id, meta, state, request=request)
 
     def revoked_untried(self, reason: str, *, store_result: bool) -> None:
         """Store REVOKED for a message that no run has seen, as Celery does.
@@ -254,9 +260,10 @@ class StateReporter:
         a task-retried does.
         """
         let_through = (SoftTimeLimitExceeded,)  # the body is about to begin, and must not now
-        if self.stores:
+        # not attempted: a body that can be aborted does not begin if nobody can say that it was
+        if self.stores and not self._is_aborted():
             meta = {"pid": os.getpid(), "hostname": self._request.hostname}
-            self._attempt(functools.partial(self._store_on_way, states.STARTED, meta), let_through)
+            self._attempt(functools.partial(self._store_state, states.STARTED, meta), let_through)
         if was_deferred and not self._request.is_eager:
             reason = "lock acquired after a deferral"
             self._send("task-retried", let_through, exception=reason, traceback="")

@@ -85,6 +85,18 @@ def test_a_backend_that_is_away_as_started_is_stored_lets_the_body_run(
     assert "cannot report the state" in caplog.text
 
 
+def test_a_body_that_can_be_aborted_does_not_begin_if_its_state_cannot_be_read(
+    make_task: Make,
+) -> None:
+    def is_aborted(task_id: str) -> bool:
+        raise OSError("backend")
+
+    task = make_task(None)
+    task.is_aborted = is_aborted
+    with pytest.raises(OSError, match="backend"):
+        StateReporter(task, a_request()).started(was_deferred=False)
+
+
 def test_of_a_backend_that_cannot_be_read_no_message_is_dropped(make_task: Make) -> None:
     """An end that nobody knows of is none: else the only delivery would be let go of."""
     reporter = StateReporter(make_task(OSError("backend")), a_request())
