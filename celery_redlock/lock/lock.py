@@ -235,7 +235,8 @@ class Lock:
             if hold in self._holds and hold.owner[0] == os.getpid():
                 self._release_hold(hold)
 
-    __enter__ = acquire
+    def __enter__(self) -> Lock:
+        return self.acquire()
 
     @uninterruptible
     def __exit__(self, *exc_info: object) -> None:

@@ -280,6 +280,16 @@ class TestRelease:
         with pytest.raises(LockLost, match="is not held: it was released"):
             lock.extend()
 
+    def test_a_with_calls_an_acquire_that_was_replaced(
+        self, redlock: Redlock, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def acquire(lock: Lock, wait: float | None = None) -> Lock:
+            raise LockTaken(lock.resource, "a test")
+
+        monkeypatch.setattr(Lock, "acquire", acquire)
+        with pytest.raises(LockTaken, match="a test"), redlock.lock("r"):
+            pytest.fail("the lock's own method was called")
+
     def test_leaving_a_with_never_hides_the_bodys_error(
         self, redlock: Redlock, mortal_nodes: Nodes
     ) -> None:
