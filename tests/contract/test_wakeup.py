@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import statistics
+import sys
 import threading
 import time
 from collections import Counter
@@ -22,6 +23,7 @@ from celery_redlock.lock.model.handoff import LOOK
 from celery_redlock.lock.model.keys import inbox_channel, waiting_key
 from celery_redlock.lock.model.lease import Lease
 from celery_redlock.lock.platform.clock import Platform, SystemClock
+from celery_redlock.lock.platform.threads import start_thread
 from celery_redlock.lock.transport import subscriber
 from celery_redlock.lock.transport.address import parse_address
 from celery_redlock.lock.transport.subscriber import Subscriber
@@ -331,6 +333,28 @@ def listening(node: EmbeddedNode, *channels: str, user: str = "") -> Iterator[Su
     with contextlib.closing(ear):
         ear.resubscribe()
         yield ear
+
+
+def test_an_ear_keeps_nothing_of_the_calls_that_could_start_no_thread(nodes: Nodes) -> None:
+    may_start = threading.Event()
+
+    def start(run: Callable[[], None]) -> None:
+        if not may_start.is_set():
+            raise RuntimeError("can't start new thread")
+        start_thread(run)
+
+    platform = Platform(SystemClock(), start_thread=start)
+    address = parse_address(nodes[0].url, "test", "nodes")
+    ear = Subscriber(address, NODE_TIMEOUT, platform, lambda: {"a"}, lambda *_: None)
+    before = sys.getrefcount(ear)
+    with contextlib.closing(ear):
+        for _ in range(100):
+            with pytest.raises(RuntimeError, match="new thread"):
+                ear.resubscribe()
+        assert sys.getrefcount(ear) - before < 10
+        may_start.set()
+        ear.resubscribe()
+        eventually(lambda: ear.confirmed == {"a"})
 
 
 def test_a_channel_that_a_user_may_not_hear_keeps_an_ear_from_no_other(nodes: Nodes) -> None:

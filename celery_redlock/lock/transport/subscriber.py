@@ -52,7 +52,9 @@ class Subscriber:
 
     def resubscribe(self) -> None:
         """Subscribe to the channels that are wanted now. Never waits."""
-        self._jobs.do(self._start)
+        if len(self._jobs.pending) < 2:  # a first job may be done now, a second has not begun
+            self._jobs.pending.append(self._start)
+        self._jobs.go_on()
         self._wake()
 
     def close(self) -> None:
