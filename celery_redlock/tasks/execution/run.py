@@ -120,16 +120,16 @@ class LockedRun:
             task = self.delivery.task
             self.token.mark_superseded(redlock_of(task.app).session, task.name)
         unsent: NotRepublishedError | None = None
-        pause, is_over = 0.0, False
+        before, pause, is_over = 0.0, 0.0, False
         try:
             while not is_over:
                 try:
                     if unsent is not None:
-                        pause = outcomes.pause_in_slot(self.delivery, unsent, pause)
+                        pause = outcomes.pause_in_slot(self.delivery, unsent, before)
                     self._try_to_acquire(pause)
                     is_over = True
                 except NotRepublishedError as error:
-                    unsent, delivery = error, self.delivery
+                    unsent, before, delivery = error, pause, self.delivery
                     # it goes on in its slot as if the message had come back
                     self.delivery = Delivery(delivery.task, delivery.request, error.header)
                 except SoftTimeLimitExceeded:
