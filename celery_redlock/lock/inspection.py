@@ -226,7 +226,7 @@ def list_waiting(redlock: Redlock) -> WaitingList:
 
 
 def _name_of(waiter: str) -> tuple[str, int | None]:
-    parts = waiter.rsplit(":", 2)  # as engine/inbox.py: Inbox.forget
+    parts = waiter.rsplit(":", 2)  # a name as Inbox makes it
     if len(parts) != 3 or not parts[1].isdecimal() or len(parts[1]) > MOST_DIGITS:
         return waiter, None
     return parts[0], int(parts[1])

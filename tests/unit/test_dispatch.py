@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from celery.worker import state
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -422,6 +423,17 @@ def test_every_message_goes_on_exactly_once_and_in_time_with_or_without_a_releas
     assert all(at <= latest[id_] + 1e-6 for id_, at in worker.applied)
     assert worker.dispatcher.waiting() == []
     assert worker.qos.value == PREFETCH + len(broken)  # Celery had not lowered it for those
+
+
+def test_a_message_that_waits_for_no_lock_is_the_run_of_none() -> None:
+    worker = Worker()
+    worker.consumer.pool = SimpleNamespace(num_processes=2)
+    for resource, run in (("", False), ("a", True)):
+        waiter = worker.admit(f"of {resource}", 1, resource)
+        state.reserved_requests.add(waiter.request)
+        worker.dispatcher.dispatch(waiter)
+        assert (worker.dispatcher.run_of(resource) is waiter.request) == run
+        state.reserved_requests.discard(waiter.request)
 
 
 def test_a_message_of_a_task_with_a_rate_limit_waits_for_its_rate_and_the_next_one_for_it() -> None:

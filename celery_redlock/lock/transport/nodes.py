@@ -114,7 +114,8 @@ class Nodes:
 
     def send_to(self, node: int, command: Command, sent: float | None = None) -> None:
         """Write one command to one node. sent: monotonic seconds of its first try."""
-        self.all[node].send([(command, sent or self.clock.now(), command.request)])
+        at = self.clock.now() if sent is None else sent
+        self.all[node].send([(command, at, command.request)])
 
     def query(
         self,

@@ -170,7 +170,7 @@ class Dispatcher:
                 self._awaiting_rate.setdefault(queue, request)
         elif self.has_slots:
             for queue in alone:
-                if self.run_of(queue.resource) is None:
+                if queue.resource and self.run_of(queue.resource) is None:
                     self._runs[queue.resource] = request
 
     def awaits_rate(self, queue: QueueKey) -> bool:
