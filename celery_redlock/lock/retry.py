@@ -150,6 +150,8 @@ class Attempts:
         # before it joins, so that an exception ends its wait
         hold.end_wait = lambda: session.callers.leave(caller)  # a forked child has its own callers
         session.callers.join(caller)
+        if caller.limit > 1:  # rivals that kept each other from a permit announce no roll-back
+            caller.plan(Step(LOOK), clock.now() + random.uniform(TURN, 2 * TURN))  # noqa: S311
         failure: Failure | None = first
         tried_at, hopeless_at, tries = clock.now(), clock.now() + HOPELESS, 0
         while failure is not None and (now := clock.now()) < until and not session.is_closed:

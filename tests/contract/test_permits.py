@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import pytest
-from redis import Redis, ResponseError
+from redis import Redis
 
 from celery_redlock import Lock, LockTaken, Redlock
 from celery_redlock.lock.model.keys import completion_key, guard_keys, lock_key
@@ -118,10 +118,24 @@ class TestScript:
         assert ask(client, reads_marker=True)[-1] >= 100_000
         assert ask(client, "theirs", asked="0", reads_marker=True)[-1] >= 100_000
 
-    def test_a_key_of_another_type_is_an_error(self, client: Redis) -> None:
+    def test_a_late_request_for_any_permit_leaves_the_one_that_is_held_by_now(
+        self, client: Redis
+    ) -> None:
+        """A reclaim has set permit 1, while an older request left the value under permit 0."""
+        for permit in range(2):
+            client.set(key_of(permit), "mine", px=9_000)
+        assert ask(client, first=0) == [1, 0, "000"]
+        assert client.get(key_of(1)) == "mine"
+
+    def test_a_key_of_another_type_counts_as_taken_and_stops_no_release(
+        self, client: Redis
+    ) -> None:
         client.rpush(key_of(0), "of another program")
-        with pytest.raises(ResponseError, match="WRONGTYPE"):
-            ask(client)
+        assert ask(client) == [1, 1, "100"]
+        assert ask(client, "theirs", asked="0")[::2] == [0, "", "110"]
+        words = "mine", "", "3"
+        assert client.eval(RELEASE.source.decode(), 2, BASE, "waiting", *words) == 1
+        assert not client.exists(key_of(1))
         assert client.llen(key_of(0)) == 1
 
     def test_a_release_deletes_whichever_permit_has_the_value(self, client: Redis) -> None:

@@ -210,8 +210,8 @@ def unowned_renew() -> Iterator[None]:
 @mutant("one_holder", "truth", profile="lossy")
 def unowned_release() -> Iterator[None]:
     """A release deletes whatever stands there."""
-    line = "if redis.call('GET', name) == ARGV[1] then"
-    text = without(RELEASE, line, instead="if redis.call('GET', name) then")
+    line = "redis.call('GET', KEYS[1]) == ARGV[1] and"
+    text = without(RELEASE, line, instead="redis.call('GET', KEYS[1]) and")
     with patched_scripts({RELEASE: text}):
         yield
 

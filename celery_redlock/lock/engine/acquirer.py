@@ -32,6 +32,7 @@ from celery_redlock.lock.transport.command import Command
 
 IMPLAUSIBLE = "FENCE is far ahead of the other nodes"
 ROUNDS_IN_TTL = 4  # number of rounds that must fit into a ttl
+UNCLEAR_SPLITS = 2  # tries more, if nodes have permits free that no quorum shares
 LONGEST_ROLLBACK = 0.01  # seconds, the longest pause between the two rounds of a try
 
 Failure = LockTaken | QuorumUnreachable
@@ -67,7 +68,7 @@ class Acquirer:
         core, clock = self.core, self._clock
         acquisition, started = Acquisition(options, keys, hold.owner), clock.now()
         hold.add(acquisition)  # before its request leaves, so that an exception releases it
-        failure = self._lock_keys(acquisition)
+        failure = self._lock_keys(acquisition, hold.splits)
         if failure is None and options.fencing:
             failure = self.confirm_fencing_token([acquisition])
         several = len(acquisition.leases) > 1
@@ -91,7 +92,7 @@ class Acquirer:
         core.events.acquired(acquisition)
         return None
 
-    def _lock_keys(self, acquisition: Acquisition) -> Failure | None:
+    def _lock_keys(self, acquisition: Acquisition, splits: int) -> Failure | None:
         """Lock each key in order, or one permit.
 
         A run that may be delivered again also locks its own name, if another delivery of it may
@@ -106,7 +107,7 @@ class Acquirer:
             failure = self._lock_key(acquisition, key)
             if failure is not None:
                 return failure
-        return self._lock_permit(acquisition) if is_semaphore else None
+        return self._lock_permit(acquisition, splits) if is_semaphore else None
 
     def _lock_key(self, acquisition: Acquisition, key: LockKey) -> Failure | None:
         """Run one round for one key."""
@@ -150,7 +151,7 @@ class Acquirer:
             return None
         return self._failed(round_, lease, acquisition, time_is_up=time_is_up)
 
-    def _lock_permit(self, acquisition: Acquisition) -> Failure | None:
+    def _lock_permit(self, acquisition: Acquisition, splits: int) -> Failure | None:
         """Try to get one permit, in at most two rounds.
 
         If rivals share the nodes, the second round is for a permit that a quorum has free; or, if
@@ -173,7 +174,9 @@ class Acquirer:
             self._clock.sleep(random.uniform(0, LONGEST_ROLLBACK))  # noqa: S311 - no secret
         failure, round_ = self._ask_permit(acquisition, permit)
         if isinstance(failure, LockTaken):
-            acquisition.was_split = round_.takable() is not None
+            # a permit of single nodes may be one that rivals give back now, or a holder's
+            is_unclear = round_.is_free_somewhere and splits < UNCLEAR_SPLITS
+            acquisition.was_split = is_unclear or round_.takable() is not None
         return failure
 
     def _ask_permit(

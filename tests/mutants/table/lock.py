@@ -209,7 +209,7 @@ MUTANTS = (
            "return len(doubted) <= len(self._own) - self._quorum", "return True"),
     Mutant("a release frees what another holds by now",
            "lock/server/lua/release.lua:", "contract/test_scripts.py::test_a_script",
-           "if redis.call('GET', name) == ARGV[1] then", "if redis.call('GET', name) then"),
+           "redis.call('GET', KEYS[1]) == ARGV[1] and", "redis.call('GET', KEYS[1]) and"),
     Mutant("a release wakes nobody",
            "lock/server/lua/release.lua:", "contract/test_hand_off.py::TestNaming",
            "if deleted == 1 and ARGV[2] ~= '' then", "if false then"),
