@@ -252,7 +252,8 @@ def reuse_token() -> Iterator[None]:
 @mutant("one_permit", profile="permits")
 def a_second_permit() -> Iterator[None]:
     """A request sent twice gets a second permit, for the script does not look for its value."""
-    text = without(PERMIT, "  if current == value then", instead="  if false then")
+    line = "  if current == value and (not asked or asked == i - 1) then"
+    text = without(PERMIT, line, instead="  if false then")
     with patched_scripts({PERMIT: text}):
         yield
 
