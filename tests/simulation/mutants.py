@@ -252,8 +252,14 @@ def reuse_token() -> Iterator[None]:
 @mutant("one_permit", profile="permits")
 def a_second_permit() -> Iterator[None]:
     """A request sent twice gets a second permit, for the script does not look for its value."""
-    line = "  if current == value and (not asked or asked == i - 1) then"
-    text = without(PERMIT, line, instead="  if false then")
+    text = without(
+        PERMIT,
+        "  if current == value and (not asked or asked == i - 1) then",
+        "    ours = ours or i - 1",
+        "  elseif current == value then",
+        "    redis.call('DEL', names[i])",
+        "  end\n",
+    )
     with patched_scripts({PERMIT: text}):
         yield
 
