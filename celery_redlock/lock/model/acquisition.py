@@ -132,9 +132,12 @@ class Acquisition:
         if not self.held(now):
             raise LockLost(resource, self.reason)
         own = self.options
-        if own.limit > options.limit:
-            hint = f"is held here as one of {own.limit} permits, which excludes nobody: nest it "
-            raise SettingsError("Lock", "limit", f"{options.limit}", hint + "with the same limit")
+        if own.limits:
+            of_own, wanted = own.limits.get(resource, 1), (options.limits or {}).get(resource, 1)
+            if of_own > wanted:
+                hint = f"{resource!r} is held here as one of {of_own} permits, which excludes "
+                hint += "nobody: nest it with the same limit"
+                raise SettingsError("Lock", "limit", f"{wanted}", hint)
         if options.fencing and not own.fencing:
             hint = f"{resource!r} is held here without a fencing token: take the outer one with"
             raise SettingsError("Lock", "fencing", "True", f"{hint} fencing=True")

@@ -52,13 +52,14 @@ class LockedRun:
     """
 
     __slots__ = (
-        "args", "call", "cancelled", "delivery", "done_ttl", "kwargs", "lock", "options",
+        "args", "call", "cancelled", "delivery", "done_ttl", "kwargs", "limits", "lock", "options",
         "outcome_stored", "resources", "token", "unlocked",
     )  # fmt: skip
 
     call: TaskCall
     cancelled: str | None
     done_ttl: float
+    limits: Mapping[str, int] | None
     lock: Lock
     options: TaskLockOptions
     resources: tuple[str, ...]
@@ -108,7 +109,9 @@ class LockedRun:
         if carried:
             log_call_options(delivery, heeded, config.overridden(queue, self.options))
         self.call = TaskCall(task, self.args, self.kwargs, queue)
-        self.resources = in_order(config.resources(self.options, self.call))
+        resources = config.resources(self.options, self.call)
+        self.limits = config.limits(self.options, self.call, resources)
+        self.resources = in_order(resources, self.limits)
 
     def _acquire_or_end(self) -> None:
         """Acquire the lock, or end this delivery; return without a lock if `unlocked` is set.
@@ -150,7 +153,9 @@ class LockedRun:
             delivery, self.done_ttl, is_unique=self.token is not None
         )
         label = label_of_run(str(delivery.run_id), delivery.request.hostname)
-        self.lock = lock_of(delivery.task, self.options, self.resources, label, marker=marker)
+        self.lock = lock_of(
+            delivery.task, self.options, self.resources, label, self.limits, marker=marker
+        )
         registered = delivery.request.__dict__
         registered[RUN] = self  # before the grant leaves, so that task_postrun finds the lock
         try:
@@ -301,13 +306,15 @@ def lock_of(
     options: TaskLockOptions,
     resources: tuple[str, ...],
     label: str,
+    limits: Mapping[str, int] | None,
     *,
     wait: float | None = None,
     marker: CompletionMarker | None = None,
 ) -> Lock:
     """Return the lock that a run with these options takes.
 
-    label: what the nodes show of its holder. wait: seconds, instead of the options'.
+    label: what the nodes show of its holder. limits: those above 1, by resource. wait: seconds,
+    instead of the options'.
     """
     lock_options = LockOptions(
         resources=resources,
@@ -317,7 +324,7 @@ def lock_of(
         max_hold=options.max_hold,
         label=label,
         sender=task,
-        limit=options.limit,
+        limits=limits,
         fencing=options.fencing,
         marker=marker,
     )
