@@ -136,11 +136,11 @@ def check_permits(
 
     names: of resources, or templates. A name that a mapping leaves out has the limit 1.
     """
-    check_limit(level, "limit", limit)
     if not isinstance(fencing, bool):
         raise SettingsError(level, "fencing", repr(fencing), "must be True or False")
-    if limit == 1:
+    if type(limit) is int and limit == 1:  # most locks
         return None
+    check_limit(level, "limit", limit)
     wrong = functools.partial(SettingsError, level, "limit", repr(limit))
     if isinstance(limit, Mapping):
         unknown = [name for name in limit if name not in names]

@@ -110,8 +110,10 @@ class LockedRun:
             log_call_options(delivery, heeded, config.overridden(queue, self.options))
         self.call = TaskCall(task, self.args, self.kwargs, queue)
         resources = config.resources(self.options, self.call)
-        self.limits = config.limits(self.options, self.call, resources)
-        self.resources = in_order(resources, self.limits)
+        limits = None  # as of most tasks
+        if self.options.limit != 1:
+            limits = config.limits(self.options, self.call, resources)
+        self.resources, self.limits = in_order(resources, limits), limits
 
     def _acquire_or_end(self) -> None:
         """Acquire the lock, or end this delivery; return without a lock if `unlocked` is set.

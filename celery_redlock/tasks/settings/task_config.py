@@ -299,10 +299,9 @@ class TaskLockConfig:
         Raises SettingsError for what a callable raises, or if it returns no limit.
         resources: as `resources` returned them for the call.
         """
-        limit = options.limit
-        if limit == 1 or not resources:
+        limit, source = options.limit, self.source("limit")
+        if not resources:
             return None
-        source = self.source("limit")
         if callable(limit):
             try:
                 limit = limit(call.task, tuple(call.args), dict(call.kwargs))
