@@ -1,6 +1,13 @@
 """Locks for Celery tasks: a Redlock on a majority of independent Redis or Valkey nodes.
 
 A task with `@app.task(base=LockedTask)` runs once at a time for the same arguments; see README.md.
+Three floors: `lock/` knows no Celery, `tasks/` is the lock in a task's life, `operate/` is for the
+people who run workers. `testing/` is for tests. Beside the folders:
+
+- `errors.py`: every error, and how its text describes a holder (also one that no longer renews).
+- `label.py`: the holder's label, with the run's name in it. `anchors.py`: links into the pages.
+- `signals.py`: the public signals. `wiring.py`: when Celery calls which part, in one list.
+- `compatibility.py`: the private names of Celery and others that the package uses, in one list.
 """
 
 from celery_redlock import compatibility  # noqa: F401 - first: it checks what the others import

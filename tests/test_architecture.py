@@ -85,7 +85,7 @@ PRIVATE_NAMES_IN_TESTS: dict[str, tuple[str, str]] = {
     ),
     "simulation/mutants.py": (
         "_check_loss _clock _confirm_others _core _count _ended_at _ends _give_up _has_ended "
-        "_lease _leases _lock_key _moved _offers _quorum _reclaim_at _recount _resend _runs "
+        "_lease _leases _lock_key _moved _offers _reclaim_at _recount _resend _runs "
         "_settle_on _span _unwritten _write",
         "a mutant replaces a step",
     ),
@@ -100,11 +100,11 @@ PRIVATE_NAMES_IN_TESTS: dict[str, tuple[str, str]] = {
 }
 # Lines and modules of the package, and what a walk of `tests/walks.py` passes: files, functions and
 # classes. They only fall; a feature that raises one does so in a commit of its own, and says why.
-LINES, FILES = 20_260, 85
+LINES, FILES = 20_020, 85
 WALKS = {
-    "a plain lock": (23, 100, 28),
-    "a message in a worker": (41, 158, 38),
-    "a refused message until it waits": (51, 289, 57),
+    "a plain lock": (23, 95, 27),
+    "a message in a worker": (41, 155, 37),
+    "a refused message until it waits": (51, 287, 57),
     "from the release to its end": (39, 181, 43),
 }
 MOST_WALKS = 3  # a busy machine lets threads come between

@@ -16,7 +16,7 @@ from rich.console import Console
 
 import celery_redlock
 from celery_redlock.lock.model.handoff import TURN
-from celery_redlock.lock.model.lease import lease_end, validity
+from celery_redlock.lock.model.lease import Lease, LockKey, validity
 from celery_redlock.lock.model.votes import quorum_of
 from celery_redlock.tasks.reporting import DEFERRED
 from docs.pictures import crowd, deferral, fencing, handoff, lease, nodes, shop, states, workers
@@ -51,7 +51,9 @@ def test_the_picture_of_a_hand_off_names_as_many_and_waits_as_long_as_the_lock_d
 
 def test_the_picture_of_a_lease_counts_as_the_lock_does_and_shows_a_loss_before_any_rival() -> None:
     story = lease.tell()
-    assert pytest.approx(lease_end(0.0, lease.TTL / 1000, drift=0.01) * 1000) == lease.COUNTED
+    one = Lease(LockKey("redlock", "r", lease.TTL / 1000), "value", nodes=1, quorum=1, drift=0.01)
+    one.confirm(0, 0.0)
+    assert pytest.approx(one.valid_until * 1000) == lease.COUNTED
     assert story.valid_until == validity([lane.end for lane in story.lanes], lease.QUORUM)
     assert max(story.sends) < story.lost < story.rival_from
 

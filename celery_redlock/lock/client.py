@@ -77,7 +77,6 @@ class Redlock:
         self._dropped = weakref.finalize(self, _end_dropped, self.session)
         self._dropped.atexit = False
         _sessions.add(self.session)
-        _by_identity.setdefault(self.session.identity, self.session)
 
     def lock(
         self,
@@ -186,12 +185,8 @@ def sessions() -> list[Session]:
 
 def session_of(identity: bytes) -> Session | None:
     """Return a session of this process by its `identity`, which depends on nodes and prefix."""
-    found = _by_identity.get(identity)
-    if found is None:  # unknown, or the first session with this identity is gone
-        found = next((one for one in sessions() if one.identity == identity), None)
-    return found
+    return next((one for one in _sessions if one.identity == identity), None)
 
 
 _sessions: weakref.WeakSet[Session] = weakref.WeakSet()
-_by_identity: weakref.WeakValueDictionary[bytes, Session] = weakref.WeakValueDictionary()
 os.register_at_fork(after_in_child=_forget_all)

@@ -5,10 +5,9 @@ Not here: the status of the nodes (`node_status.py`), and the names on one node 
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,6 +38,7 @@ from celery_redlock.lock.transport.command import (
 
 ASKED_AT_ONCE = 500  # keys in one write
 GONE = -2  # Source: the Redis command PTTL
+_Scores = Mapping[Any, float]  # by waiter: since when it waits
 
 
 @dataclass(frozen=True)
@@ -86,16 +86,13 @@ class LockList:
 
 
 def list_locks(redlock: Redlock, resource: str | None = None) -> LockList:
-    """Return all locks on the nodes, or those of one resource.
-
-    Scans each node's keys in parts, so that no other client waits.
-    """
+    """Return all locks on the nodes, or those of one resource."""
     beginning, nodes = lock_key(redlock.prefix, ""), redlock.session.nodes
 
-    def look(connection: Any) -> list[tuple[Any, Any, float]]:
+    def ask(connection: Any) -> list[tuple[Any, Any, float]]:
         return list(_values(connection, list(set(names_on(connection, beginning)))))
 
-    found, failing = ask_each(nodes, look)
+    found, failing = ask_each(nodes, ask)
     votes: dict[tuple[Any, Any], dict[str, float]] = {}
     for node, values in found.items():
         for key, value, left in values:
@@ -132,11 +129,10 @@ def _report(redlock: Redlock, key: Any, value: Any, votes: Mapping[str, float]) 
 
 
 def break_lock(redlock: Redlock, lock: LockReport) -> tuple[Mapping[str, bool], Mapping[str, str]]:
-    """Delete a lock, and record the break so that the holder cannot reclaim it.
+    """Delete a lock if its value is still the same, and prevent that its holder reclaims it.
 
-    The holder notices this at its next renewal. Until then it may run together with a new holder. A
-    key that has another value by now stays unchanged. Returns by node whether the node had the
-    lock, and the causes by failed node.
+    The holder notices this at its next renewal. Until then it may run together with a new holder.
+    Returns by node whether the node had the lock, and the causes by failed node.
     """
     broken = broken_key(text_of(lock.key), text_of(lock.value))
     waiting = waiting_key(redlock.prefix, lock.resource)
@@ -199,60 +195,40 @@ class WaitingList:
 
 
 def list_waiting(redlock: Redlock) -> WaitingList:
-    """Return all processes that wait for a lock.
+    """Return all processes that wait for a lock."""
+    prefix, nodes = redlock.prefix, redlock.session.nodes
+    beginning = waiting_key(prefix, "")
 
-    Scans each node's keys in parts, so that no other client waits.
-    """
-    beginning, nodes = waiting_key(redlock.prefix, ""), redlock.session.nodes
-
-    def look(
-        connection: Any,
-    ) -> tuple[list[tuple[str, Mapping[Any, float] | None]], set[Any] | None]:
-        names = list(set(names_on(connection, beginning)))
-        sets = [(text_of(n).removeprefix(beginning), on) for n, on in _sets(connection, names)]
+    def ask(connection: Any) -> tuple[list[tuple[Any, _Scores | None]], set[Any] | None]:
+        sets = list(_sets(connection, list(set(names_on(connection, beginning)))))
         waiters = {waiter for _, scores in sets for waiter in scores or ()}
-        return sets, _listening(connection, redlock.prefix, sorted(waiters))
+        return sets, _listening(connection, prefix, sorted(waiters))
 
-    found, failing = ask_each(nodes, look)
+    found, failing = ask_each(nodes, ask)
     heard = [listening for _, listening in found.values() if listening is not None]
     listens = None if len(heard) < nodes.quorum else set().union(*heard)
-    registered: dict[str, dict[Any, dict[str, float]]] = {}
+    registered: dict[
+        str, dict[Any, dict[str, float]]
+    ] = {}  # by resource and waiter: since, by node
     wrong_type: dict[str, tuple[str, ...]] = {}
     for node, (sets, _) in found.items():
-        for resource, scores in sets:
+        for name, scores in sets:
+            resource = text_of(name).removeprefix(beginning)
             if scores is None:
                 wrong_type[resource] = (*wrong_type.get(resource, ()), node)
-                continue
-            for waiter, since in scores.items():
+            for waiter, since in (scores or {}).items():
                 registered.setdefault(resource, {}).setdefault(waiter, {})[node] = since
-    lines = (
-        _in_order(resource, waiters, listens) for resource, waiters in sorted(registered.items())
-    )
-    processes = tuple(itertools.chain(*lines))
-    return WaitingList(processes, wrong_type, failing, len(nodes.all), nodes.quorum)
-
-
-def _in_order(
-    resource: str, waiters: Mapping[Any, Mapping[str, float]], listens: Collection[Any] | None
-) -> list[WaitingProcess]:
-    """Return the waiters of one resource in the order in which the nodes keep them.
-
-    waiters: by name, since when on each node. listens: those that are connected, None if no node
-    can tell.
-    """
-    order = sorted((_agreed(on.values()), waiter) for waiter, on in waiters.items())
-    return [
-        WaitingProcess(
-            resource,
-            rank,
-            *_name_of(text_of(waiter)),
-            text_of(waiter),
-            in_iso(since),
-            tuple(waiters[waiter]),
-            listens is None or waiter in listens,
-        )
-        for rank, (since, waiter) in enumerate(order)
-    ]
+    processes = []
+    for resource, waiters in sorted(registered.items()):
+        order = sorted((_agreed(on.values()), waiter) for waiter, on in waiters.items())
+        for rank, (since, waiter) in enumerate(order):  # as the nodes keep them
+            text, on = text_of(waiter), tuple(waiters[waiter])
+            is_listening = listens is None or waiter in listens
+            process = WaitingProcess(
+                resource, rank, *_name_of(text), text, in_iso(since), on, is_listening
+            )
+            processes.append(process)
+    return WaitingList(tuple(processes), wrong_type, failing, len(nodes.all), nodes.quorum)
 
 
 def _name_of(waiter: str) -> tuple[str, int | None]:
@@ -268,9 +244,7 @@ def _agreed(since: Iterable[float]) -> float:
     return min(votes, key=lambda one: (-votes[one], one))
 
 
-def _sets(
-    connection: Any, names: Sequence[Any]
-) -> Iterator[tuple[Any, Mapping[Any, float] | None]]:
+def _sets(connection: Any, names: Sequence[Any]) -> Iterator[tuple[Any, _Scores | None]]:
     """Yield the name of each set, and since when each member waits; None for another type."""
     for first in range(0, len(names), ASKED_AT_ONCE):
         part = names[first : first + ASKED_AT_ONCE]
@@ -285,7 +259,7 @@ def _sets(
                     raise
                 yield name, None
                 continue
-            words = read_list(reply, len(reply) if isinstance(reply, list) else -1)
+            words = read_list(reply)
             scores = zip(words[::2], words[1::2], strict=True)
             yield name, {waiter: float(read_text(score)) for waiter, score in scores}
 

@@ -237,8 +237,7 @@ class Lock:
             if hold in self._holds and hold.owner[0] == os.getpid():
                 self._release_hold(hold)
 
-    def __enter__(self) -> Lock:
-        return self.acquire()
+    __enter__ = acquire
 
     @uninterruptible
     def __exit__(self, *exc_info: object) -> None:

@@ -16,12 +16,7 @@ import redis
 from celery_redlock.errors import NodeError
 from celery_redlock.lock.client import Redlock
 from celery_redlock.lock.engine.core import one_server
-from celery_redlock.lock.model.keys import (
-    completion_key,
-    guard_keys,
-    inbox_channel,
-    votes_channel,
-)
+from celery_redlock.lock.model.keys import completion_key, guard_keys, inbox_channel, votes_channel
 from celery_redlock.lock.server.admin import ask_each, reply_of
 from celery_redlock.lock.server.handshake import read_info
 from celery_redlock.lock.transport.command import (
@@ -50,12 +45,10 @@ class NodeReport:
 
     @property
     def answering(self) -> int:
-        """The number of nodes that answer."""
         return self.nodes - len(self.failing)
 
     @property
     def voting(self) -> int:
-        """The number of nodes that answer and vote."""
         return self.answering - len(self.silent)
 
 
@@ -76,12 +69,11 @@ def ask_nodes(redlock: Redlock) -> NodeReport:
 
 
 def exchange_shared_settings(redlock: Redlock) -> Mapping[str, list[str]]:
-    """Write this client's shared settings to every node; return different settings found there.
+    """Write this client's shared settings to every node; return the nodes by others found there.
 
-    Returns the nodes by the settings that another client wrote. Locks are safe only among clients
-    with the same shared settings. The last client's settings stay on the nodes. So after a change
-    in all clients, each client warns at most once. Raises SettingsError if two nodes turn out to be
-    one server.
+    Locks are safe only among clients with the same ones. The last client's stay on the nodes: so
+    after a change in all clients, each client warns at most once. Raises SettingsError if two nodes
+    turn out to be one server.
     """
     nodes, answering = redlock.session.nodes, _connect(redlock)
     request = encode_command("SET", _settings_key(redlock), shared_settings_of(redlock), "GET")
@@ -134,7 +126,6 @@ def shared_settings_of(redlock: Redlock) -> str:
 
 
 def _connect(redlock: Redlock) -> Collection[int]:
-    """Return the nodes that answer within two node timeouts."""
     session = redlock.session
     answering = session.nodes.connect(session.clock.now() + 2 * session.nodes.timeout)
     session.check_distinct()

@@ -121,15 +121,12 @@ class Attempts:
     # the rules
 
     def _go_on(self, failure: Failure | None, timeout: float) -> Moves:
-        """Give the moves after the first try; return the last failure.
-
-        Rivals that kept each other from the lock publish no release, so that is tried again even if
-        the caller does not wait. The pauses are random, so one rival gets the lock within some
-        tries.
-        """
+        """Give the moves after the first try; return the last failure."""
         if failure is not None and timeout > 0 and not self._session.is_closed:
             failure = yield from self._wait(failure, self._started + timeout)
         while failure is not None and timeout <= 0:
+            # rivals that kept each other from the lock publish no release; after random pauses,
+            # one of them gets it
             pause = self._hold.pause_of_split()
             if pause is None:
                 break
@@ -184,12 +181,10 @@ class Attempts:
         return is_other and any(failure.resource == key.resource for key in self._keys)
 
     def _is_seen(self, caller: Caller, now: float, until: float) -> bool:
-        """Return whether this caller need not look, because its first one has, a moment ago.
-
-        In a crowd not even the first ones look at the end of their waits, as all may end at once.
-        """
+        """Return whether this caller need not look, because its first one has, a moment ago."""
         callers = self._session.callers
         first = callers.first_of(caller) or caller
+        # in a crowd not even first ones look at the end of their waits, as all may end at once
         if first is caller and not (now >= until and callers.count > CROWD):
             return False
         if first.due < now - TURN:  # it was told to act, and did not
@@ -206,10 +201,7 @@ class Attempts:
     def _act(
         self, caller: Caller, failure: Failure, step: Step | None, until: float
     ) -> Failure | None:
-        """Try, unless the nodes say that the lock is taken or that it is another one's turn.
-
-        Returns what kept it from the lock. failure: of the last try.
-        """
+        """Try, unless the nodes say that the lock is taken or that it is another one's turn."""
         callers = self._session.callers
         caller.looked_at = now = self._clock.now()
         is_named = step is not None and step.named_at is not None and not step.passed
@@ -235,11 +227,7 @@ class Attempts:
         return refusal
 
     def _pause(self, caller: Caller, failure: Failure, tries: int) -> float:
-        """Return the seconds until the caller looks by itself: random, and not all at once.
-
-        The first one looks at the latest soon after the lease ends. If releases can name it, it
-        looks less often. The others only look whether the first one does.
-        """
+        """Return the seconds until the caller looks by itself: random, so not all at once."""
         uniform, callers = random.uniform, self._session.callers
         if callers.first_of(caller) is not caller:
             return uniform(1.0, 2.0) * max(1.0, len(callers.line(caller.resource)) / CROWD)

@@ -30,6 +30,7 @@ from celery_redlock import anchors
 from celery_redlock.tasks.children.reaper import announce_end
 from celery_redlock.tasks.delivery.delivery import (
     ARGUMENTS,
+    DEATHS,
     HAS_ROOM,
     HEADER,
     NAMED_AT,
@@ -144,7 +145,7 @@ class Request(celery.worker.request.Request):
         """
         if not (terminated or expired) and self._is_left_to_run:
             self.is_revoked = True
-            self.request_dict[HEADER] = self.delivery.header.revoked().to_message()
+            self._write_header(self.delivery.header.revoked())
             return
         state.task_ready(self)
         how = {"terminated": terminated, "signum": signum, "expired": expired}
@@ -192,10 +193,16 @@ class Request(celery.worker.request.Request):
 
     def carry(self, header: LockHeader) -> None:
         """Let the message carry a deferral and its countdown, as one that came back would."""
-        self.request_dict[HEADER] = header.to_message()  # which a pool gets
-        self.__dict__.pop("_context", None)  # made from that
+        self._write_header(header)
         self._eta = utc_now() + timedelta(seconds=header.deferral.countdown)
         self.is_deferred_here = True
+
+    def _write_header(self, header: LockHeader) -> None:
+        """Let this process and the pool read another header from now on."""
+        self.request_dict[HEADER] = header.to_message()
+        # the header counts them: each later look would take its deferrals for those of another life
+        self.request_dict.pop(DEATHS, None)
+        self.__dict__.pop("_context", None)  # made from that
 
     def publish_again(self) -> bool:
         """Publish a message that waits here, with its deferrals, as its worker stops.

@@ -22,12 +22,7 @@ import hiredis
 from redis import Redis
 
 from celery_redlock.lock.client import sessions
-from celery_redlock.lock.platform.clock import (
-    Platform,
-    SystemClock,
-    install_platform,
-    uninstall_platform,
-)
+from celery_redlock.lock.platform.clock import Platform, SystemClock, installed
 from celery_redlock.lock.platform.threads import new_mutex, original, start_thread
 from celery_redlock.lock.transport.command import encode_bulk
 from celery_redlock.testing.model import Server, library
@@ -64,7 +59,7 @@ class FakeNode:
     def start(self) -> FakeNode:
         """Start the node, empty; do nothing if it is up."""
         if self._server is None:
-            install_platform(self._address, Platform(self.clock))
+            installed[self._address] = Platform(self.clock)
             self._server = FakeServer(self.port, self.clock)
         return self
 
@@ -97,7 +92,7 @@ class FakeNode:
 
     def __exit__(self, *exc_info: object) -> None:
         self.kill()
-        uninstall_platform(self._address)
+        installed.pop(self._address, None)
         self._claim.close()
 
 

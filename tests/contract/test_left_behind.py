@@ -11,7 +11,7 @@ from celery import Celery
 
 from celery_redlock import LockTaken, Redlock
 from celery_redlock.lock.client import session_of
-from celery_redlock.lock.engine.releaser import REPEATED_AFTER, OrphanedKey
+from celery_redlock.lock.engine.releaser import REPEATED_AFTER
 from celery_redlock.lock.model.acquisition import Acquisition
 from celery_redlock.lock.model.lease import Lease, LockKey
 from celery_redlock.lock.model.options import LockOptions
@@ -51,9 +51,9 @@ def before(nodes: Nodes) -> Iterator[list[Proxy]]:
         yield made
 
 
-def left_by(resource: str, value: str) -> tuple[LockOptions, list[OrphanedKey]]:
+def left_by(resource: str, value: str) -> tuple[LockOptions, list[tuple[str, int, str]]]:
     terms = LockOptions((resource,), 30.0, 0.0, renew=False, max_hold=None, label="theirs")
-    return terms, [OrphanedKey(resource, 0, value)]
+    return terms, [(resource, 0, value)]
 
 
 def test_a_claim_is_told_of_before_its_request_leaves(before: list[Proxy]) -> None:
@@ -179,7 +179,7 @@ def test_what_a_run_claims_for_itself_is_released_and_not_named(
         for resource in ("k", "run:id"):
             node.client().set(f"{{redlock}}:lock:{resource}", "token:theirs", px=300_000)
     terms, left = left_by("k", "token:theirs")
-    own = OrphanedKey("run:id", 0, "token:theirs")
+    own = ("run:id", 0, "token:theirs")
     holding = redlock.session.release_orphans(terms, [own, *left], 0.0)
     assert holding.resource == "k"
     see_freed(nodes, "k")

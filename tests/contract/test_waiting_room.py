@@ -584,6 +584,18 @@ class TestRegistration:
             stage.room.start(stage.consumer)
             assert stage.waiting() == []
 
+    def test_it_is_made_anew_after_the_loop_stood_still(
+        self, make_stage: MakeStage, nodes: Nodes, redlock: Redlock
+    ) -> None:
+        stage = make_stage(nodes, replace(STILL, sweep_interval=0.02, refresh_after=NEVER))
+        with lock_of(redlock):
+            stage.admit("waits")
+            stage.see_registered()
+            for node in nodes:  # others have passed it by
+                node.client().delete(waiting_key("redlock", "a"))
+            stage.clock.ahead += 1.0
+            stage.turn_until(lambda: registered(nodes) == [1, 1, 1])
+
     def test_a_release_that_named_nobody_while_the_loop_stood_still_is_not_missed(
         self, make_stage: MakeStage, nodes: Nodes, redlock: Redlock
     ) -> None:

@@ -14,6 +14,7 @@ from tests.integration.conftest import MakeStage, Stage, overlaps
 LIMIT = 3  # of `permitted`
 HIGHER = 5
 PLAIN = {"limit": 1}
+WORKER = {"concurrency": HIGHER + 1}  # a slot is left if all bodies that may run are in one
 
 
 def most_at_once(spans: list[tuple[float, float]]) -> int:
@@ -25,18 +26,9 @@ def most_at_once(spans: list[tuple[float, float]]) -> int:
     return most
 
 
-@pytest.fixture(scope="module")
-def standing_stage(set_standing_stage: MakeStage) -> tuple[Stage, WorkerProcess]:
-    """Give a stage with two workers; each has a slot left if all bodies that may run are in it."""
-    made = set_standing_stage()
-    first, _ = (made.worker(name, concurrency=HIGHER + 1) for name in ("w1", "w2"))
-    return made, first
-
-
-@pytest.fixture
-def stage(shared_stage: Stage) -> Stage:
-    """Give the module's stage, and its workers."""
-    return shared_stage
+@pytest.fixture(scope="module", autouse=True)
+def second_worker(standing_stage: tuple[Stage, WorkerProcess]) -> WorkerProcess:
+    return standing_stage[0].worker("w2", **WORKER)
 
 
 def go(stage: Stage, name: str) -> None:

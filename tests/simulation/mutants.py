@@ -109,10 +109,13 @@ def after_reply() -> Iterator[None]:
 def no_drift() -> Iterator[None]:
     """The whole ttl counts, as if all clocks were of one speed."""
 
-    def whole(sent: float, ttl: float, drift: float) -> float:
-        return sent + ttl
+    make = Lease.__init__
 
-    with patched(lease_module, lease_end=whole):
+    def whole(self: Lease, key: LockKey, *args: Any, **options: Any) -> None:
+        make(self, key, *args, **options)
+        self._span = key.ttl
+
+    with patched(Lease, __init__=whole):
         yield
 
 
@@ -220,8 +223,8 @@ def resend_stale() -> Iterator[None]:
     text = without(GRANT, line, instead=f"if current == ARGV[1] then\n  return 1\nend\n{line}")
     make = AcquireRound.__init__
 
-    def init(self: AcquireRound, lease: Lease, nodes: int, resend: Any, marker: Any = None) -> None:
-        make(self, lease, nodes, lambda node, command, sent: resend(node, command, None), marker)
+    def init(self: AcquireRound, lease: Lease, resend: Any, marker: Any = None) -> None:
+        make(self, lease, lambda node, command, sent: resend(node, command, None), marker)
 
     with patched_scripts({GRANT: text}), patched(AcquireRound, __init__=init):
         yield
@@ -470,7 +473,7 @@ def self_confirm() -> Iterator[None]:
         for other, probation in list(self.probation.items()):
             if sent > probation.since:
                 probation.confirmed.add(node)
-                if len(probation.confirmed) >= self._quorum:
+                if len(probation.confirmed) >= self.quorum:
                     del self.probation[other]
 
     with patched(Lease, _confirm_others=confirm):
@@ -546,7 +549,7 @@ def write_back_not_awaited() -> Iterator[None]:
         if lease.fence is not None:
             lease.fence.choose(token)
             nodes, clock = self._core.nodes, self._clock
-            round_ = RenewRound([lease], len(nodes.all), clock, lambda number: None)
+            round_ = RenewRound([lease], clock, lambda number: None)
             request = self._core.requests.renew([lease])
             nodes.broadcast(Command(request, round_, RENEW), clock.now())
         return True

@@ -142,12 +142,16 @@ def test_what_a_worker_notes_of_a_delivery_comes_from_no_message(name: str, valu
     assert properties[name] != value
 
 
-def request_of(headers: dict[str, Any], properties: dict[str, Any] | None = None) -> Request:
+def request_of(
+    headers: dict[str, Any], properties: dict[str, Any] | None = None, *,
+    info: dict[str, Any] | None = None, acks_late: bool = False,
+) -> Request:  # fmt: skip
     app = Celery("unit", broker="memory://", set_as_default=False)
-    task = SimpleNamespace(name="t", acks_late=False, ignore_result=False, app=app)
+    task = SimpleNamespace(name="t", acks_late=acks_late, ignore_result=False, app=app)
     message = SimpleNamespace(
         headers={"id": "1", "task": "t", "eta": PAST, **headers}, properties=properties or {},
-        delivery_info={}, body=b"", payload=((), {}, {}), content_type="", content_encoding="",
+        delivery_info=info or {}, body=b"", payload=((), {}, {}),
+        content_type="", content_encoding="",
     )  # fmt: skip
     return Request(message, app=app, task=task)
 
@@ -158,6 +162,33 @@ def test_a_revocation_that_is_left_to_the_run_survives_in_a_retry_that_is_redeli
     header = in_main.header.revoked()
     in_child = delivery_of(header, acks_late=True, retries=2, delivery_info=info)
     assert in_child.cancelled == "revoked"
+
+
+DEAD_LETTERED = {"x-death": [{"queue": "parked", "reason": "expired", "count": 1}]}
+
+
+def test_a_dead_lettered_message_that_waits_in_its_worker_keeps_its_deferrals_and_its_run() -> None:
+    request = request_of(DEAD_LETTERED)
+    came = request.delivery
+    for count in (1, 2):
+        deferral = Deferral(count, 1.7e9, 1.7e9 + count, 5.0, "a", ("a",))
+        delivery = request.delivery
+        header = delivery.header.deferred(delivery.request, deferral)
+        request.carry(header)
+        assert request.delivery.header == header
+    assert request.delivery.run_id == came.run_id
+
+
+def test_a_dead_lettered_message_that_is_revoked_stays_the_run_that_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("celery.worker.request.revoked_tasks", {"1"})
+    request = request_of(DEAD_LETTERED, info={"redelivered": True}, acks_late=True)
+    came = request.delivery
+    assert not request.revoked()
+    in_child = Delivery(request.task, Context(request.request_dict))
+    assert in_child.header.is_revoked
+    assert in_child.run_id == came.run_id
 
 
 def test_a_delivery_is_shown_as_celery_shows_a_task() -> None:

@@ -12,7 +12,7 @@ rounds = st.integers(1, 9).flatmap(
 
 
 def tally(nodes: int, *votes: Vote) -> Tally:
-    counted = Tally(nodes)
+    counted = Tally(nodes, quorum_of(nodes))
     for vote in votes:
         counted.add(vote)
     return counted
@@ -77,7 +77,7 @@ def test_silent_nodes_alone_are_not_taken() -> None:
 @given(rounds)
 def test_each_vote_tells_whether_the_outcome_is_certain(round_: tuple[int, list[Vote]]) -> None:
     nodes, votes = round_
-    counted = Tally(nodes)
+    counted = Tally(nodes, quorum_of(nodes))
     for vote in votes:
         assert counted.add(vote) == (counted.reached or counted.impossible)
 

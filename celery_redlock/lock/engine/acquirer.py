@@ -51,10 +51,9 @@ class Acquirer:
     def __init__(self, core: Core, releaser: Releaser, renewer: Renewer) -> None:
         self.core, self._clock = core, core.clock
         self._releaser, self._renewer = releaser, renewer
-        self._margin = MARGIN + core.clock.resolution
-        self._guarded = core.options.guard.mode != "off"
-        nodes = core.nodes
-        self._counts = len(nodes.all), nodes.quorum, core.options.clock_drift
+        nodes, options, margin = core.nodes, core.options, MARGIN + core.clock.resolution
+        is_guarded = options.guard.mode != "off"
+        self._terms = len(nodes.all), nodes.quorum, options.clock_drift, margin, is_guarded
 
     def try_acquire(
         self, hold: Hold, options: LockOptions, keys: Sequence[LockKey]
@@ -115,7 +114,7 @@ class Acquirer:
         lease = self.new_lease(options, key)
         acquisition.leases.append(lease)  # before the request leaves, so it gets released
         core.events.claiming(acquisition, lease)
-        round_ = AcquireRound(lease, len(core.nodes.all), core.nodes.send_to, options.marker)
+        round_ = AcquireRound(lease, core.nodes.send_to, options.marker)
         lease.sent, least = clock.now(), None
         if lease.fence is not None:
             least = lease.fence.proposed = proposal(clock.wall_us())
@@ -190,7 +189,7 @@ class Acquirer:
         first = random.randrange(limit)  # noqa: S311 - no secret
         request = functools.partial(core.requests.permit, lease, options.marker, first)
         nodes, marker = core.nodes, options.marker
-        round_ = PermitRound(lease, len(nodes.all), nodes.send_to, marker, request, asked)
+        round_ = PermitRound(lease, nodes.send_to, marker, request, asked)
         lease.sent = self._clock.now()
         return self._run(round_, round_.command(asked), lease, acquisition), round_
 
@@ -201,9 +200,8 @@ class Acquirer:
             label = options.label or _process_label(os.getpid())
             token = self.core.platform.new_token()
             value = value_of(token, since_ms, label, options.ttl)
-        nodes, quorum, drift = self._counts
-        fence = Fence(quorum) if options.fencing else None
-        return Lease(key, value, nodes, quorum, drift, self._margin, self._guarded, fence)
+        fence = Fence(self.core.nodes.quorum) if options.fencing else None
+        return Lease(key, value, *self._terms, fence)
 
     def _has_counters(self, fence: Fence, round_: AcquireRound) -> bool:
         """Return whether a quorum's counters count; tell of the nodes whose counters do not."""
@@ -232,11 +230,7 @@ class Acquirer:
         )
 
     def confirm_fencing_token(self, acquisitions: Sequence[Acquisition]) -> Failure | None:
-        """Have one token confirmed for each key; return None if it may be used, else the failure.
-
-        Several resources share one token, so it must be confirmed for each of them. Otherwise a
-        later holder of one resource might get a smaller token.
-        """
+        """Have the keys' common token confirmed for each: later holders of one get a larger one."""
         core, token = self.core, max(one.fencing_token for one in acquisitions)
         for lease in chain.from_iterable(one.leases for one in acquisitions):
             until = self._clock.now() + core.nodes.timeout

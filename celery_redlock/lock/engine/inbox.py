@@ -114,10 +114,9 @@ class Inbox:
             self.changed(resource)
 
     def _strike(self, resource: str, node: int) -> None:
-        """Let one node forget a registration that came late, or that was not undone.
+        """Let one node, once a turn, forget a registration that came late or was not undone.
 
-        No other node, and once a turn: one that sends any number of messages causes few commands,
-        and to itself alone.
+        So a node that sends any number of messages causes few commands, and to itself alone.
         """
         now = self._core.clock.now()
         if now - self._struck_at.get(node, -math.inf) < TURN:
@@ -204,7 +203,7 @@ class Inbox:
     def _send(
         self, resource: str, limit: int, since: float, passed: int
     ) -> tuple[PlaceRound, float]:
-        """Send a question; return it, and until when replies count, in monotonic seconds."""
+        """Send a question; return it, and until when replies count."""
         nodes = self._core.nodes
         request = self._register(resource, since, limit, passed)
         round_, now = PlaceRound(len(nodes.all)), self._core.clock.now()

@@ -35,13 +35,12 @@ class PermitRound(AcquireRound):
     def __init__(
         self,
         lease: Lease,
-        nodes: int,
         resend: Callable[[int, Command, float | None], None],
         marker: CompletionMarker | None,
         request: Callable[[int | None], bytes],
         asked: int | None = None,
     ) -> None:
-        super().__init__(lease, nodes, resend, marker)
+        super().__init__(lease, resend, marker)
         self._is_plain, self._request, self.asked = False, request, asked
         self._chosen: int | None = None  # the permit that a quorum has granted
         self._offers: dict[int, tuple[int, float, str]] = {}  # by node: its permit, sent, run id

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 from weakref import ref
 
@@ -70,15 +69,6 @@ class Outbox:
 
 
 REPEATED_AFTER = (0.25, 1.0, 4.0)  # seconds after which an orphan is released once more
-
-
-@dataclass(frozen=True)
-class OrphanedKey:
-    """A key that a dead process held, with its value on the nodes. limit: number of permits."""
-
-    resource: str
-    limit: int
-    value: str
 
 
 class Releaser:
@@ -156,20 +146,13 @@ class Releaser:
                     self.release(acquisition)
 
     def release_orphans(self, acquisition: Acquisition) -> None:
-        """Release what a dead process held, and repeat that a little later.
-
-        Requests of the dead process may arrive after the first release, on other connections.
-        """
+        """Release what a dead process held, and again later: its requests may still arrive."""
         now = self.core.clock.now()
         self._orphans += [(now + seconds, acquisition) for seconds in REPEATED_AFTER]
         self.release(acquisition)
 
     def release_late_grant(self, node: int, value: str) -> None:
-        """Release an orphaned key: a node reported one of our values after its release.
-
-        A delayed acquire from a broken connection ran after the release. Queue another release for
-        that node.
-        """
+        """Release a key once more on a node: a delayed acquire request ran after its release."""
         release = self._late_grants.get(value)
         if release is not None:
             self.outbox.put(node, release)
@@ -181,11 +164,7 @@ class Releaser:
 
     @uninterruptible
     def _write_all(self, releases: Sequence[KeyRelease]) -> None:
-        """Write releases to all nodes without waiting. Once begun, they cannot be lost.
-
-        If an exception interrupts this (a soft time limit, a killed greenlet), the watchdog's
-        thread continues them.
-        """
+        """Write releases to all nodes; if an exception cuts that, the watchdog continues."""
         if not releases:  # no key was requested: do not start the watchdog's thread
             return
         for release in releases:
@@ -203,16 +182,14 @@ class Releaser:
         release.lease.end()  # before the first byte leaves: from here on nothing is held
         self.core.watchdog.unwatch(release.acquisition)
         nodes.broadcast(release.command(), self.core.clock.now())
-        nodes.report_broken()  # reports of connections that broke with a grant in flight
+        if nodes.mail:  # a connection may have broken with a grant in flight
+            nodes.report_broken()
         if release.lease.asked_again:
             self.expect_late_grant(release)
         self._unwritten.pop(id(release), None)
 
     def run_maintenance(self, now: float) -> None:
-        """Continue interrupted releases, and repeat or drop what is due.
-
-        now: monotonic seconds, before the replies of the nodes were read.
-        """
+        """Continue interrupted releases, and repeat or drop what is due."""
         for release in list(self._unwritten.values()):
             # before the node timeout, the owner may still be writing it
             if now - release.made_at > self.core.nodes.timeout:

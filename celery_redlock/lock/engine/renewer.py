@@ -9,6 +9,7 @@ from celery_redlock.lock.engine.core import Core
 from celery_redlock.lock.engine.releaser import Releaser
 from celery_redlock.lock.engine.rounds import RenewRound
 from celery_redlock.lock.model.acquisition import Acquisition
+from celery_redlock.lock.model.keys import broken_key
 from celery_redlock.lock.model.lease import Lease
 from celery_redlock.lock.server.requests import RENEW
 from celery_redlock.lock.transport.command import Command, Entry, RoundGroup, encode_text
@@ -40,7 +41,7 @@ class Renewer:
         entries: list[list[Entry]] = [[] for _ in core.nodes.all]
         for leases, owners, lacking in _in_parts(renewed, sent):
             on_missing = functools.partial(self._on_missing, owners)
-            round_ = RenewRound(leases, len(entries), self._clock, on_missing)
+            round_ = RenewRound(leases, self._clock, on_missing)
             rounds.append((owners, round_))
             group.add(round_)
             request = core.requests.renew(leases)
@@ -51,7 +52,8 @@ class Renewer:
                 (lease,) = leases
                 lease.never_asked.discard(node)  # the reclaim, about to be sent, may set the key
                 lease.asked_again.add(node)
-                request = core.requests.renew(leases, encode_text(lease.broken_key))
+                note = encode_text(broken_key(lease.key.name, lease.value))
+                request = core.requests.renew(leases, note)
                 entries[node][-1] = Command(request, round_, RENEW), sent, request
         group.close()
         core.nodes.scatter(entries, sent)
@@ -83,7 +85,7 @@ class Renewer:
         fence.choose(token)
         if not fence.usable:
             nodes, clock = self._core.nodes, self._clock
-            round_ = RenewRound([lease], len(nodes.all), clock, lambda number: None)
+            round_ = RenewRound([lease], clock, lambda number: None)
             request = self._core.requests.renew([lease])
             nodes.broadcast(Command(request, round_, RENEW), clock.now())
             nodes.wait(round_, until)

@@ -48,7 +48,6 @@ class AcquireRound(Round):
     def __init__(
         self,
         lease: Lease,
-        nodes: int,
         resend: Callable[[int, Command, float | None], None],
         marker: CompletionMarker | None = None,
     ) -> None:
@@ -57,7 +56,8 @@ class AcquireRound(Round):
         self._marker = marker if marker is not None and marker.asks_since is not None else None
         self._is_plain = lease.fence is None and self._marker is None
         self.completed = self.superseded = False
-        self.tally = Tally(nodes)
+        nodes = len(lease.ends)
+        self.tally = Tally(nodes, lease.quorum)
         self._due = (1 << nodes) - 1  # nodes whose vote is not counted yet, as bits
         self._held_by: dict[int, HeldByOther] = {}
         self.abstaining: dict[int, float] = {}  # seconds for which a node does not vote
@@ -89,13 +89,11 @@ class AcquireRound(Round):
         bit = 1 << node
         if self._due & bit:
             self._due ^= bit
-            # without a quorum of plausible counters, the nodes that are still due decide
-            if self.tally.add(vote) and (self._is_plain or not self._due or self._has_counters()):
-                self.decide()
-
-    def _has_counters(self) -> bool:
-        fence = self._lease.fence
-        return fence is None or not self.tally.reached or fence.has_quorum
+            if self.tally.add(vote):
+                fence = self._lease.fence
+                lacks_counters = fence is not None and self.tally.reached and not fence.has_quorum
+                if not lacks_counters or not self._due:  # else the nodes that are due decide
+                    self.decide()
 
     def _vote(self, node: int, sent: float, reply: Any) -> Vote | None:
         """Return the vote in a reply; None if the run has ended or is superseded."""
@@ -131,11 +129,7 @@ class AcquireRound(Round):
         raise UnexpectedReplyError(reply)
 
     def _has_ended(self, age_ms: int, sent: float) -> bool:
-        """Return whether a completion marker says that this run must not begin.
-
-        age_ms: as of lua/marker.lua, when the node executed the request. sent: monotonic seconds
-        before that, so the run ended a little later than they tell.
-        """
+        """Return whether a marker of this age, as of lua/marker.lua, says not to begin the run."""
         marker = self._marker
         if marker is None or marker.asks_since is None:
             return False
@@ -213,23 +207,20 @@ class RenewRound(Round):
                  "_renewed", "_unsettled")  # fmt: skip
 
     def __init__(
-        self, leases: Sequence[Lease], nodes: int, clock: Clock, on_missing: Callable[[int], object]
+        self, leases: Sequence[Lease], clock: Clock, on_missing: Callable[[int], object]
     ) -> None:
         self.decided, self.wake = False, None
         self._leases, self._on_missing, self._clock = leases, on_missing, clock
         self._renewed = 0  # nodes that replied without an error, as bits
         self._doubted: dict[int, int] = {}  # by number of a key: how many of these did not renew it
-        self._quorum, self._due = quorum_of(nodes), (1 << nodes) - 1  # nodes still due, as bits
+        self._quorum = leases[0].quorum
+        self._due = (1 << len(leases[0].ends)) - 1  # nodes still due, as bits
         fences = [one.fence for one in leases if one.fence is not None]
         self._unsettled = [fence for fence in fences if not fence.usable]
 
     @property
     def wanted(self) -> bool:
-        """False once all the leases are over.
-
-        A renewal may include a key whose lease is over: it does not set a missing key. A reclaim
-        does, so a reclaim has only one key.
-        """
+        """False once all the leases are over. A reclaim, which sets a missing key, has only one."""
         return any(lease.state is HELD for lease in self._leases)
 
     @property
@@ -245,10 +236,7 @@ class RenewRound(Round):
         return renewing - max(self._doubted.values(), default=0) >= self._quorum
 
     def on_reply(self, node: int, sent: float, reply: Any, run_id: str) -> None:
-        """Extend the node's deadline of each lease, or stop counting the node.
-
-        Raises UnexpectedReplyError before any part of the reply counts.
-        """
+        """Extend the deadlines, or stop counting the node. An odd reply counts in no part."""
         if type(reply) is not hiredis.ReplyError:
             self._check(reply)
             now = self._clock.now
@@ -271,7 +259,6 @@ class RenewRound(Round):
                 raise UnexpectedReplyError(reply)
 
     def _on_unconfirmed(self, number: int, node: int, sent: float, word: Any, run_id: str) -> None:
-        """Handle a reply on one key that is no plain confirmation, or of a node on probation."""
         one, now = self._leases[number], self._clock.now()
         if type(word) is list and one.renewed(node, sent, now, run_id):
             # above LAST_TOKEN another program has changed the counter

@@ -15,7 +15,7 @@ from typing import Any
 from celery_redlock.lock.engine.acquirer import Acquirer
 from celery_redlock.lock.engine.callers import Callers
 from celery_redlock.lock.engine.core import Core
-from celery_redlock.lock.engine.releaser import OrphanedKey, Releaser
+from celery_redlock.lock.engine.releaser import Releaser
 from celery_redlock.lock.engine.renewer import Renewer
 from celery_redlock.lock.model.acquisition import Acquisition, Flow, Owner
 from celery_redlock.lock.model.lease import LockKey
@@ -96,21 +96,21 @@ class Session(Core):
         return os.getpid(), self._flows.get(in_task=task is not None), task
 
     def release_orphans(
-        self, options: LockOptions, orphans: Sequence[OrphanedKey], acquired_at: float
+        self, options: LockOptions, orphans: Sequence[tuple[str, int, str]], acquired_at: float
     ) -> Acquisition:
         """Release the keys of a dead process by their values; return them as an acquisition.
 
-        If the options have a marker, the run of the dead process has ended. acquired_at: monotonic
-        seconds.
+        orphans: of each its resource, limit and value. If the options have a marker, the run of
+        the dead process has ended. acquired_at: monotonic seconds.
         """
         prefix = self.options.prefix
-        keys = [LockKey(prefix, one.resource, options.ttl, one.limit) for one in orphans]
+        keys = [LockKey(prefix, resource, options.ttl, limit) for resource, limit, _ in orphans]
         named = [key for key in keys if key.resource in options.resources]
         acquisition = Acquisition(options, named, self.current_owner())
         acquisition.acquired_at = acquired_at
         acquisition.leases = [
-            self.acquirer.new_lease(options, key, one.value)
-            for key, one in zip(keys, orphans, strict=True)
+            self.acquirer.new_lease(options, key, value)
+            for key, (_, _, value) in zip(keys, orphans, strict=True)
         ]
         if options.marker is not None:
             acquisition.ended_at = self.clock.now()
@@ -126,10 +126,7 @@ class Session(Core):
     # called by the watchdog
 
     def _run_maintenance(self) -> float:
-        """Read late replies and deliver pending commands; return when to run this again.
-
-        Monotonic seconds.
-        """
+        """Read late replies and deliver pending commands; return when to run this again."""
         now, timeout = self.clock.now(), self.options.node_timeout
         self.nodes.drain()
         self.releaser.run_maintenance(now)

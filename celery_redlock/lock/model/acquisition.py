@@ -74,12 +74,9 @@ class Acquisition:
         return count
 
     def abandon(self) -> bool:
-        """Mark it as abandoned if no hold relies on it; return whether none does.
-
-        The owner cannot take an abandoned acquisition again. This sets `abandoned` before it reads
-        `users`; a new hold is added before it reads `abandoned`. At least one of them sees the
-        other's write.
-        """
+        """Mark it as abandoned if no hold relies on it; return whether none does."""
+        # before `users` is read; a new hold is added before it reads `abandoned`: one of the two
+        # sees the other's write
         self.abandoned = True
         if self.users:
             self.abandoned = False
@@ -146,10 +143,7 @@ class Acquisition:
 
     @property
     def deadline(self) -> float:
-        """When to check it next, because it may be at risk or lost then; inf if never.
-
-        Monotonic seconds.
-        """
+        """When to check it next, because it may be at risk or lost then; inf if never."""
         if self._loss_told:
             return math.inf
         soonest, all_held = math.inf, True
@@ -162,10 +156,7 @@ class Acquisition:
         return soonest if all_held else math.inf
 
     def expire(self, now: float) -> str | None:
-        """Mark it as lost if its validity is over at `now`; return the reason, None if not lost.
-
-        If one of several keys is lost, all of them are.
-        """
+        """Mark all its keys as lost if one of them is over; return the reason, None if none is."""
         for one in self.leases:
             one.expire(now)
         lost = next((one for one in self.leases if one.state is LOST), None)
@@ -246,8 +237,7 @@ class Hold:
     def pause_of_split(self) -> float | None:
         """Return the seconds until the next try if rivals share the nodes, else None.
 
-        The pause is random, from a range that doubles, so that soon only one rival tries. After
-        SPLIT_TRIES tries, the caller waits for the rivals as for any holder.
+        Random, from a range that doubles, so that soon only one rival tries.
         """
         if not 0 < self.splits < SPLIT_TRIES:
             return None

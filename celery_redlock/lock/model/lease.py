@@ -11,7 +11,7 @@ import functools
 import math
 from collections.abc import Collection, Sequence
 
-from celery_redlock.lock.model.keys import broken_key, lock_key, waiting_key
+from celery_redlock.lock.model.keys import lock_key, waiting_key
 from celery_redlock.lock.transport.command import encode_bulk, encode_text
 
 MARGIN = 0.002  # seconds by which a lease is shortened for the clocks' granularity, and at its end
@@ -35,16 +35,6 @@ class State(enum.Enum):
 
 # module names, for speed: an attribute of the class costs as much as the rest (Python 3.11)
 ACQUIRING, HELD, LOST, RELEASED = State
-
-
-def lease_end(sent: float, ttl: float, drift: float) -> float:
-    """Return the earliest monotonic second at which a node may drop a key.
-
-    sent: read before the first byte left, so the node's ttl cannot have begun earlier. ttl:
-    seconds. drift: the fraction by which clocks may differ in speed.
-    Source: redis.io "Distributed Locks with Redis", made exact for each node instead of a round.
-    """
-    return sent + ttl * (1.0 - drift) - MARGIN
 
 
 def validity(ends: Sequence[float], quorum: int) -> float:
@@ -138,16 +128,18 @@ class Fence:
         bound = self.bound
         return [node for node, counter in self._counters.copy().items() if counter > bound]
 
+    def _plausible(self) -> list[int]:
+        bound = self.bound
+        return [counter for counter in self._counters.copy().values() if counter <= bound]
+
     @property
     def has_quorum(self) -> bool:
         """Whether the counters of a quorum count, so that `greatest` may be a token."""
-        return len(self._counters) - len(self.implausible) >= self._quorum
+        return len(self._plausible()) >= self._quorum
 
     @property
     def greatest(self) -> int:
-        bound = self.bound
-        counters = self._counters.copy()
-        return max((counter for counter in counters.values() if counter <= bound), default=0)
+        return max(self._plausible(), default=0)
 
     def choose(self, token: int) -> None:
         self.token = max(self.token, token)
@@ -155,10 +147,8 @@ class Fence:
     @property
     def usable(self) -> bool:
         """Whether a quorum of nodes has reached the token."""
-        token, bound = self.token, self.bound
-        counters = self._counters.copy()  # another thread may add a late counter meanwhile
-        reached = sum(token <= counter <= bound for counter in counters.values())
-        return token > 0 and reached >= self._quorum
+        reached = sum(counter >= self.token for counter in self._plausible())
+        return self.token > 0 and reached >= self._quorum
 
 
 class Probation:
@@ -177,17 +167,17 @@ class Probation:
 class Lease:
     """All that is known of one key on each node, from its request to its release or loss.
 
-    nodes: number of nodes. drift: fraction. margin: the lease ends this many seconds before its
-    validity. guarded: whether restarted nodes abstain for a grace period, so that their promises
-    stay true. fence: its fencing token. Times are arguments and never read here.
+    nodes: number of nodes. drift: fraction by which clocks may differ in speed. margin: the lease
+    ends this many seconds before its validity. guarded: whether restarted nodes abstain for a grace
+    period, so that their promises stay true. fence: its fencing token. Times are arguments.
     sent: monotonic seconds, read before the request was written. granted: indexes of nodes that
     granted the key. never_asked: of nodes that the request certainly did not reach. asked_again: of
     nodes where an older request may still run later.
     """
 
-    __slots__ = ("_guarded", "_quorum", "_runs", "_span", "asked_again", "ends", "fence", "granted",
-                 "key", "margin", "never_asked", "packed_release", "packed_renewal", "packed_value",
-                 "probation", "reason", "reclaims", "sent", "state", "ttl", "valid_until",
+    __slots__ = ("_guarded", "_runs", "_span", "asked_again", "ends", "fence", "granted", "key",
+                 "margin", "never_asked", "packed_release", "packed_renewal", "packed_value",
+                 "probation", "quorum", "reason", "reclaims", "sent", "state", "ttl", "valid_until",
                  "value")  # fmt: skip
 
     def __init__(
@@ -202,9 +192,12 @@ class Lease:
         fence: Fence | None = None,
     ) -> None:
         self.key, self.value, self.fence = key, value, fence
-        self._quorum, self._guarded = quorum, guarded
+        self.quorum, self._guarded = quorum, guarded
         self.ttl, self.margin = key.ttl, margin
-        self._span = lease_end(0.0, key.ttl, drift)  # seconds from a request to its deadline
+        # seconds until the node may drop the key. Counted from before the first byte of its request
+        # left, so the node's ttl cannot have begun earlier.
+        # Source: redis.io "Distributed Locks with Redis", made exact for each node, not for a round
+        self._span = key.ttl * (1.0 - drift) - MARGIN
         self.sent = 0.0  # also of a repetition: an old fencing proposal must not get a newer lease
         self.ends = [UNKNOWN] * nodes
         self._runs = [""] * nodes  # the run id of the server behind each deadline
@@ -220,10 +213,6 @@ class Lease:
         self.packed_value = encode_text(value)
         self.packed_release = self.packed_renewal = b""  # encoded once, at the first use
 
-    @property
-    def broken_key(self) -> str:
-        return broken_key(self.key.name, self.value)
-
     def confirm(self, node: int, sent: float, run_id: str = "") -> None:
         """Count a node that granted a request sent at `sent`. run_id: of its server."""
         if self.state is ACQUIRING or self.state is HELD:
@@ -234,7 +223,7 @@ class Lease:
                 if self.probation:
                     self._recount()
                 else:
-                    self.valid_until = validity(ends, self._quorum)
+                    self.valid_until = validity(ends, self.quorum)
 
     def renewed(self, node: int, sent: float, now: float, run_id: str = "") -> bool:
         """Extend the deadline of one node. If it had already passed, the node goes on probation.
@@ -256,7 +245,7 @@ class Lease:
             ends[node] = end
         if not self.probation:
             if end > self.valid_until:  # otherwise the quorum-th largest end stays the same
-                self.valid_until = validity(ends, self._quorum)
+                self.valid_until = validity(ends, self.quorum)
             return True
         self._confirm_others(node, sent)
         self._recount()
@@ -269,21 +258,17 @@ class Lease:
         for other, probation in list(self.probation.items()):
             if sent > probation.since:
                 probation.confirmed.add(node)
-                if len(probation.confirmed) >= self._quorum:
+                if len(probation.confirmed) >= self.quorum:
                     del self.probation[other]
 
     def missing(self, node: int, now: float, run_id: str = "") -> None:
-        """Record that a node replied that it has no such key.
-
-        After a restart, the node's grace period keeps its promise true, so we may reclaim the key
-        at once. The promise is broken if the key was deleted or evicted, or the node's clock was
-        set forward. Then we may reclaim the key only after the promised deadline.
-        """
+        """Record that a node replied that it has no such key."""
         if self.expire(now) or self.state is not HELD:
             return
         if self.keeps_its_promise(node, run_id):
-            self.reclaims[node] = UNKNOWN
+            self.reclaims[node] = UNKNOWN  # we may reclaim the key at once
             return
+        # it was deleted or evicted, or the node's clock was set forward: only after the deadline
         self.reclaims[node] = max(self.ends[node], self.reclaims.get(node, UNKNOWN))
         causes = "an operator broke it, or it was deleted or evicted"
         self._stop_counting(node, f"its key is gone from the nodes: {causes}")
@@ -329,9 +314,9 @@ class Lease:
     def _recount(self) -> None:
         if self.probation:
             counted = [UNKNOWN if n in self.probation else e for n, e in enumerate(self.ends)]
-            self.valid_until = validity(counted, self._quorum)
+            self.valid_until = validity(counted, self.quorum)
         else:
-            self.valid_until = validity(self.ends, self._quorum)
+            self.valid_until = validity(self.ends, self.quorum)
 
     def to_reclaim(self, now: float) -> Collection[int]:
         if not self.reclaims:

@@ -37,16 +37,15 @@ def is_split(holders: Sequence[str], unheard: int, quorum: int) -> bool:
 class Tally:
     """The votes of one round.
 
-    nodes: the number of nodes that were asked. A round is decided as soon as the votes still due
-    cannot change its outcome.
+    nodes: the number of nodes that were asked. quorum: of these. A round is decided as soon as the
+    votes still due cannot change its outcome.
     Source: redis.io "Distributed Locks with Redis", for the majority.
     """
 
     __slots__ = ("granted", "nodes", "quorum", "refused", "withheld")
 
-    def __init__(self, nodes: int) -> None:
-        self.nodes = nodes
-        self.quorum = quorum_of(nodes)
+    def __init__(self, nodes: int, quorum: int) -> None:
+        self.nodes, self.quorum = nodes, quorum
         self.granted = self.refused = 0
         self.withheld = 0  # abstained or failed
 

@@ -66,11 +66,9 @@ class SystemClock:
             self.resolution = time.clock_getres(which)
 
     def wall_us(self) -> int:
-        """Return microseconds since 1970 by the wall clock."""
         return time.time_ns() // 1000
 
     def sleep(self, seconds: float) -> None:
-        """Sleep for this many seconds; under gevent, other greenlets run meanwhile."""
         gevent = gevent_here()
         (time if gevent is None else gevent).sleep(seconds)
 
@@ -108,31 +106,15 @@ class Platform:
         return DeadlineTimer(self.new_mutex)
 
 
-_of_servers: dict[str, Platform] = {}  # empty except in tests
-
-
-def install_platform(server: str, platform: Platform) -> None:
-    """Set the platform for every later `Redlock` of this process that names a server.
-
-    server: as in `Address.server`. A lock on a node with a clock of its own uses that clock, so the
-    holder's lease ends together with the key.
-    """
-    _of_servers[server] = platform
-
-
-def uninstall_platform(server: str) -> None:
-    """Undo `install_platform`; nothing happens if there is none."""
-    _of_servers.pop(server, None)
+# By `Address.server`, for every later `Redlock` that names it; empty except in tests. A lock on a
+# node with a clock of its own uses that clock, so the holder's lease ends together with the key.
+installed: dict[str, Platform] = {}
 
 
 def platform_for(addresses: Iterable[Any]) -> Platform:
-    """Return the platform of the first address that has one, else the machine's.
-
-    addresses: each has a `server`, and a `platform` if it has its own.
-    """
+    """Return the platform of the first address that has one, else the machine's."""
     for address in addresses:
-        found = getattr(address, "platform", None) or _of_servers.get(address.server)
+        found: Platform | None = address.platform or installed.get(address.server)
         if found is not None:
-            platform: Platform = found
-            return platform
+            return found
     return Platform(SystemClock())

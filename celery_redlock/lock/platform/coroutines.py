@@ -8,6 +8,7 @@ holder. A release waits for nothing and runs in the event loop.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import functools
 import queue
@@ -43,7 +44,6 @@ class ThreadPool:
         self.count = self.unfinished = 0  # threads, and steps that are queued or running
 
     def add(self, step: WorkItem[Any]) -> None:
-        """Queue a step for the next free thread."""
         self._steps.put(step)
         with self._mutex:
             self.unfinished += 1
@@ -155,10 +155,8 @@ class StepRunner:
         self._step: WorkItem[Any] | None = None
 
     async def do(self, call: Callable[[], T]) -> T:
-        """Make a call in a thread. Return its result or raise its error."""
-        loop = asyncio.get_running_loop()
-        over = loop.create_future()
-        step = WorkItem(call, functools.partial(_call_in, loop, functools.partial(_settle, over)))
+        over = asyncio.get_running_loop().create_future()
+        step = WorkItem(call, functools.partial(_settle_soon, over))
         self._step = step
         self._threads.add(step)
         try:
@@ -170,7 +168,7 @@ class StepRunner:
         return step.result()
 
     def then(self, do: Callable[[], object]) -> None:
-        """Run `do` after the last step: now, or in the thread if that step is still running."""
+        """As `WorkItem.then`, after the last step."""
         if self._step is None:
             do()
         else:
@@ -189,7 +187,7 @@ async def rest(waiter: Wakeable, seconds: float) -> None:
     loop = asyncio.get_running_loop()
     over = loop.create_future()
     timer = loop.call_later(seconds, _settle, over)
-    waiter.wake = functools.partial(_call_in, loop, functools.partial(_settle, over))
+    waiter.wake = functools.partial(_settle_soon, over)
     try:
         if not waiter.decided:  # read after `wake` is set, so no wake-up is lost
             await over
@@ -198,11 +196,9 @@ async def rest(waiter: Wakeable, seconds: float) -> None:
         timer.cancel()
 
 
-def _call_in(loop: asyncio.AbstractEventLoop, do: Callable[[], object]) -> None:
-    try:
-        loop.call_soon_threadsafe(do)
-    except RuntimeError:  # the loop is closed, so no coroutine waits in it
-        return
+def _settle_soon(future: asyncio.Future[None]) -> None:
+    with contextlib.suppress(RuntimeError):  # the loop is closed, so no coroutine waits in it
+        future.get_loop().call_soon_threadsafe(_settle, future)
 
 
 def _settle(future: asyncio.Future[None]) -> None:

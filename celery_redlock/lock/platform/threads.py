@@ -38,8 +38,7 @@ def original(module: str, name: str) -> Any:
 def gevent_here() -> Any:
     """Return gevent if its hub runs or will run in this thread, even if unpatched; else None.
 
-    A blocking system call stops all greenlets of the thread. If it waits for one of them, it never
-    returns.
+    A blocking system call would stop all its greenlets, also the one that it waits for.
     """
     hubs = sys.modules.get("gevent._hub_local")
     if hubs is None:
@@ -54,9 +53,7 @@ def gevent_here() -> Any:
 def is_patched_by_eventlet() -> bool:
     """Return whether eventlet has replaced Python's sockets or threads, which is unsupported."""
     patcher = sys.modules.get("eventlet.patcher")
-    if patcher is None:
-        return False
-    return any(patcher.is_monkey_patched(module) for module in ("socket", "thread"))
+    return patcher is not None and any(map(patcher.is_monkey_patched, ("socket", "thread")))
 
 
 class PerFlow(Generic[T]):
@@ -102,11 +99,9 @@ def _driver(greenlet: Any) -> Any:
 class Mutex(Protocol):
     """A lock of the operating system, as `_thread.allocate_lock` returns it."""
 
-    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
-        """Acquire; return False if it was not free in time."""
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool: ...
 
-    def release(self) -> None:
-        """Release; raises RuntimeError if it was not acquired."""
+    def release(self) -> None: ...
 
     def __enter__(self) -> bool: ...
 
@@ -141,16 +136,10 @@ class Sleeper(Protocol):
     """What one thread or greenlet, its maker, sleeps on. Needs no file descriptor of its own."""
 
     def wake(self) -> None:
-        """Wake the maker, or end its next `sleep` at once. Any thread may call this; never waits.
-
-        A second call before the maker wakes has no effect.
-        """
+        """Wake the maker, or end its next `sleep` at once. In any thread; never waits."""
 
     def sleep(self, seconds: float) -> bool:
-        """Sleep until `wake`, for at most this many seconds; return whether it was woken.
-
-        Never sleeps longer than a day.
-        """
+        """Sleep for at most this many seconds, and a day; return whether `wake` ended it."""
 
 
 class DeadlineTimer:
@@ -190,19 +179,16 @@ class DeadlineTimer:
         return self._due < now
 
     def wake(self) -> None:
-        """Wake the thread now. A second call before it wakes has no effect."""
         try:
             self._signal.release()
         except RuntimeError:
             return  # an earlier call has not woken the thread yet
 
     def sleep(self, seconds: float) -> bool:
-        """Sleep until `wake`, for at most this many seconds; return whether it was woken."""
         return self._signal.acquire(True, min(seconds, LONGEST_SLEEP) if seconds > 0 else 0.0)
 
 
 def new_sleeper() -> Sleeper:
-    """Return a new `Sleeper` of the calling thread or greenlet."""
     return DeadlineTimer() if gevent_here() is None else HubSleeper()
 
 
@@ -255,11 +241,9 @@ class PollBehindHub:
         self._epoll = original("select", "epoll")()
 
     def register(self, descriptor: int, events: int) -> None:
-        """Watch a descriptor; events: as for poll, the same as for epoll."""
-        self._epoll.register(descriptor, events)
+        self._epoll.register(descriptor, events)  # the events are the same as for poll
 
     def poll(self, milliseconds: int) -> Any:
-        """Return the descriptors that are ready within this time; other greenlets may run."""
         waiting = import_module("gevent.select").poll()  # new for each wait: it belongs to this hub
         waiting.register(self._epoll.fileno(), select.POLLIN)
         waiting.poll(milliseconds)
@@ -285,13 +269,11 @@ class HubSleeper:
         self._woken: dict[None, bool] = {}
 
     def wake(self) -> None:
-        """Wake the greenlet now, or end its next sleep at once. Any thread may call this."""
         self._woken[None] = True  # first: `sleep` makes its watcher and then reads this
         with contextlib.suppress(Exception):  # None or closed: it does not sleep any more
             self._watcher.send()
 
     def sleep(self, seconds: float) -> bool:
-        """Sleep until `wake`, for at most this many seconds; return whether it was woken."""
         signal = import_module("gevent.event").Event()
         watcher = self._watcher = self._loop.async_(ref=False)
         try:
@@ -392,7 +374,7 @@ class JobQueue:
         self.go_on()
 
     def go_on(self) -> None:
-        """Do the remaining jobs. An asynchronous exception may have interrupted their caller."""
+        """Do the remaining jobs: an exception may have interrupted their caller."""
         try:
             while self.pending and self.lock.run(self._do_all):
                 pass  # again: a job may have been queued as the owner ended

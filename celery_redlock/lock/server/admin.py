@@ -120,7 +120,7 @@ def names_on(connection: Any, beginning: str) -> Iterator[Any]:
     while True:
         reply = reply_of(connection, "SCAN", cursor, "MATCH", pattern, "COUNT", "1000")
         cursor, names = read_list(reply, 2)
-        for name in read_list(names, len(names) if isinstance(names, list) else -1):
+        for name in read_list(names):
             read_text(name)
             yield name
         if text_of(cursor) == "0":

@@ -93,18 +93,15 @@ def _meaning(text: str) -> tuple[bool, str]:
 
 
 def is_misconfigured(text: str) -> bool:
-    """Return whether an error means that a node cannot vote before an operator changes a setting.
-
-    text: an error reply, or the system's or redis-py's text about a connection. Raises nothing.
-    """
+    """Return whether a node cannot vote before an operator changes a setting."""
     return _meaning(text)[0]
 
 
 def hint_of(text: str) -> str:
     """Return what an operator must do about an error, as a short clause; "" for nothing.
 
-    text: as in `is_misconfigured`. Every misconfiguration has a hint, and so do temporary errors
-    that do not end by themselves, such as a full memory.
+    text: an error reply, or the system's or redis-py's text about a connection. Also temporary
+    errors that do not end by themselves have a hint, such as a full memory.
     """
     return _meaning(text)[1]
 
@@ -119,10 +116,7 @@ def with_hint(text: str) -> str:
 
 
 def strip_args(text: str) -> str:
-    """Return an error reply on one line, without our arguments that a server repeats.
-
-    A token is a secret.
-    """
+    """Return an error reply on one line, without our arguments: a token is a secret."""
     return escaped(text.partition(", with args")[0], LONGEST_CAUSE)
 
 
@@ -134,8 +128,7 @@ def causes_of(
 ) -> list[str]:
     """Return one text for each node that gave no vote.
 
-    errors: by node index. abstaining: seconds by node index. voted: if given, the time is up, and
-    every node that is not in it gave no reply in time.
+    errors, abstaining: by node index. voted: if given, the time is up for all other nodes.
     """
     errors, abstaining, causes = errors or {}, abstaining or {}, []
     for node in nodes:

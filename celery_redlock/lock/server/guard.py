@@ -18,13 +18,7 @@ from celery_redlock.lock.model.votes import quorum_of
 from celery_redlock.lock.platform.clock import Platform
 from celery_redlock.lock.platform.threads import PAUSES
 from celery_redlock.lock.server.error_hints import hint_of, is_of_a_replica, strip_args
-from celery_redlock.lock.server.handshake import (
-    ServerInfo,
-    Tenure,
-    Tenures,
-    handshake,
-    tenures_of,
-)
+from celery_redlock.lock.server.handshake import ServerInfo, Tenure, Tenures, handshake, tenures_of
 from celery_redlock.lock.server.requests import GUARD
 from celery_redlock.lock.transport.address import Address
 from celery_redlock.lock.transport.command import Command, Question
@@ -81,7 +75,6 @@ class RestartGuard:
         self.forget()
 
     def forget(self) -> None:
-        """Forget every connection after a fork, and all knowledge about servers."""
         self.nodes.forget()
         self._servers: dict[str, int] = {}  # run id -> the node that is connected to it
         self._refusals: set[tuple[int, str]] = set()
@@ -94,10 +87,7 @@ class RestartGuard:
         self.nodes.keep_alive(idle)
 
     def learn_time(self, node: int, wall: float, at: float) -> None:
-        """Note a node's time. wall: seconds since 1970 by its clock; at: monotonic seconds.
-
-        A command that waited for its connection was written later than `at`.
-        """
+        """Note a node's time. wall: seconds since 1970 by its clock; at: monotonic seconds."""
         connection = self.nodes.all[node].connection
         self._ahead[node] = wall - (at if connection is None else max(at, connection.opened_at))
 
@@ -131,18 +121,12 @@ class RestartGuard:
         return is_of_a_replica(text)
 
     def _on_down(self, node: Node, error: NodeError, was_down: bool) -> None:
-        """Report that a node is down. An error that an operator must fix is reported only once.
-
-        Such an error is reported also if the node was down for another cause.
-        """
+        """Report that a node is down; only once if an operator must fix the cause."""
         if self._is_news(node.index, error.cause) if hint_of(error.cause) else not was_down:
             self._changed(node, error)
 
     def _is_news(self, node: int, text: str) -> bool:
-        """Return whether a node reports this error for the first time.
-
-        Errors with the same hint count as the same: their texts vary, by a script's line or digest.
-        """
+        """Return whether no error with the same hint came before: texts vary, as by a digest."""
         refusal = (node, hint_of(text) or text)
         if refusal in self._refusals or len(self._refusals) >= MOST_REFUSALS:
             return False
@@ -170,7 +154,7 @@ class RestartGuard:
                 self._give_up(node, connection)
 
     def _give_up(self, node: Node, connection: Connection) -> None:
-        """Drop a connection and its votes, because its server has missed grants of another server.
+        """Drop a connection and its votes, because its server has missed another server's grants.
 
         The handshake of the next connection informs the server, which then abstains.
         """
@@ -211,7 +195,6 @@ class RestartGuard:
         self._exchange_tenures()
 
     def _refuse_same_server(self, index: int, run_id: str) -> None:
-        """Refuse a second node with the same server, because its vote would count twice."""
         other = self._servers.setdefault(run_id, index) if run_id else index
         if other != index and self.nodes.all[other].run_id not in ("", run_id):
             other = self._servers[run_id] = index  # the other node has another server by now

@@ -55,17 +55,13 @@ class Tenure:
 
 
 def tenure_of(text: str) -> Tenure | None:
-    """Return the tenure that a node recorded, None if there is none."""
     since, _, run_id = text.partition(" ")
     is_number = since.isdecimal() and len(since) <= MOST_DIGITS
     return Tenure(int(since), run_id) if is_number and run_id else None
 
 
 def noted_address(server: str) -> str:
-    """Return an address for the records. A local address gets the host name, to be unique.
-
-    server: as in `Address.server`.
-    """
+    """Return an address for the records. A local one gets the host name, to be unique."""
     first = server.removeprefix("sentinel://")
     if server.startswith("/") or first.startswith(("127.", "::1:")):
         return f"{socket.gethostname()}/{server}"
@@ -149,7 +145,6 @@ class Tenures:
         return sorted(notes, key=lambda tenure: tenure.since, reverse=True)
 
     def newest_note(self, node: int) -> Tenure | None:
-        """Return the newest tenure that any other node has noted of a node."""
         return next(iter(self._notes_of(node)), None)
 
     def _certain(self, node: int) -> Tenure | None:
@@ -257,10 +252,7 @@ def read_info(
 
 
 def tenures_of(reply: Any, length: int) -> tuple[float, Tenure | None, list[Tenure | None]]:
-    """Return what a reply of the script `guard` says, in the order of `ServerInfo`.
-
-    length: of the arguments that told it of tenures. Raises UnexpectedReplyError.
-    """
+    """Return what a reply of `guard` says, in the order of `ServerInfo`. length: of the reply."""
     left, *texts = read_list(reply, length)
     own, *others = (tenure_of(read_text(text)) for text in texts)
     return read_number(left) / 1000, own, others

@@ -4,7 +4,9 @@ Not here: votes, locks, keys, and which server may vote (`lock/server`). This fo
 `lock/platform` and the errors. Read `nodes.py` first: it writes to all nodes, waits, and calls
 the handlers of the replies.
 
-- `node.py` reconnects, `connection.py` writes and reads bytes.
-- `poller.py` waits for sockets, `subscriber.py` subscribes to channels.
-- `address.py`: URLs. `command.py`: RESP, and what is sent.
+- `node.py` reconnects, and drops a node that is overdue. `connection.py` writes and reads bytes.
+- `poller.py` waits for sockets (the poll object itself, also under gevent: `platform/threads.py`).
+- `subscriber.py` subscribes to channels.
+- `address.py`: URLs, TLS, Sentinels; connects and logs in, and says why that failed.
+- `command.py`: RESP, commands and their handlers, rounds.
 """

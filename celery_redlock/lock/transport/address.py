@@ -134,8 +134,7 @@ class Address:
     def _primary(self, timeout: float) -> tuple[str, int]:
         """Return host and port of the primary, as the first Sentinel says that knows it.
 
-        redis-py's own query tries a dead Sentinel many times, and waits for a frozen one without
-        an end if the user's client has no timeout.
+        redis-py's own query tries a dead Sentinel many times, and a frozen one for ever.
         """
         manager, errors = self.pool.sentinel_manager, []
         service, least = self.pool.service_name, manager.min_other_sentinels
@@ -184,10 +183,7 @@ class Address:
             return plain.recv(1) in (b"+", b"-")
 
     def _alert(self, timeout: float) -> str:
-        """Return the TLS alert of a server that ends a connection after its handshake.
-
-        A write that fails on a closed connection hides it.
-        """
+        """Return the TLS alert after a handshake, which a failing write on the connection hides."""
         connection = self._connect(timeout, **dict.fromkeys(_LOGIN))
         try:
             connection._sock.recv(1)
@@ -210,15 +206,14 @@ def _words_of_refusal(error: redis.RedisError) -> str:
 
 
 def _named_primary(connection: Any, service: str, least: int) -> tuple[str, int]:
-    """Return host and port of a service's primary, as the Sentinel at this connection says.
+    """Return host and port of a service's primary that is up, as this Sentinel says.
 
-    The command is redis-py's own, so the same rights suffice. least: how many other Sentinels it
-    must know. Raises redis.ConnectionError if it names no primary that is up.
+    By redis-py's own command, so the same rights suffice. least: how many Sentinels it must know.
     """
     connection.send_command("SENTINEL", "MASTERS")
     reply = connection.read_response()
-    for entry in read_list(reply, len(reply) if isinstance(reply, list) else -1):
-        words = [text_of(word) for word in read_list(entry, len(entry))]
+    for entry in read_list(reply):
+        words = [text_of(word) for word in read_list(entry)]
         state = dict(zip(words[::2], words[1::2], strict=True))
         flags = state["flags"].split(",")
         is_up = "master" in flags and not {"s_down", "o_down"}.intersection(flags)
@@ -236,31 +231,27 @@ def parse_address(node: Any, level: str, name: str) -> Address:
     if isinstance(node, Address):
         return node
     if isinstance(node, redis.Redis):
-        pool = node.connection_pool
-        return _address_of(pool)
+        return _address_of(node.connection_pool)
+    known = ", ".join(f"{scheme}://" for scheme in URL_SCHEMES)
     if not isinstance(node, str):
-        hint = f"must be a URL ({', '.join(f'{s}://' for s in URL_SCHEMES)}) or a redis.Redis"
+        hint = f"must be a URL ({known}) or a redis.Redis"
         raise SettingsError(level, name, f"a {type(node).__name__}", hint)
     scheme, separator, _ = node.partition("://")
-    if not separator or scheme not in URL_SCHEMES:
-        known = ", ".join(f"{s}://" for s in URL_SCHEMES)
-        raise SettingsError(
-            level, name, repr(redact_url(node)), f"a node's URL starts with one of {known}"
-        )
-    try:
-        if scheme == "sentinel":
-            wrong = _wrong_query(node.partition("?")[2])
-            if wrong:
-                raise SettingsError(level, name, repr(redact_url(node)), wrong)
-            return _sentinel_address(node)
-        return _address_of(redis.ConnectionPool.from_url(node))
-    except (ValueError, TypeError):
-        # the text of redis-py's error shows parts of the URL, so maybe of a password
-        hint = (
-            "is not a URL of a node; in user and password, write special characters with a "
-            "percent sign (%2F for /), and Sentinels as sentinel://host:port,[::1]:port/name"
-        )
-        raise SettingsError(level, name, repr(redact_url(node)), hint) from None
+    hint = f"a node's URL starts with one of {known}"
+    if separator and scheme in URL_SCHEMES:
+        try:
+            if scheme != "sentinel":
+                return _address_of(redis.ConnectionPool.from_url(node))
+            hint = _wrong_query(node.partition("?")[2])
+            if not hint:
+                return _sentinel_address(node)
+        except (ValueError, TypeError):
+            # the text of redis-py's error shows parts of the URL, so maybe of a password
+            hint = (
+                "is not a URL of a node; in user and password, write special characters with a "
+                "percent sign (%2F for /), and Sentinels as sentinel://host:port,[::1]:port/name"
+            )
+    raise SettingsError(level, name, repr(redact_url(node)), hint)
 
 
 def redact_url(url: str) -> str:
@@ -276,8 +267,12 @@ def redact_url(url: str) -> str:
 
 
 def _address_of(pool: Any) -> Address:
-    if getattr(pool, "service_name", None) is not None:
-        return _watched_address(pool)
+    service = getattr(pool, "service_name", None)
+    if service is not None:  # names the Sentinels, too: two groups may use the same service name
+        sentinels = [_address_of(one.connection_pool) for one in pool.sentinel_manager.sentinels]
+        name = f"sentinel://{','.join(one.name for one in sentinels)}/{service}"
+        each = ",".join(sorted(one.server for one in sentinels))
+        return Address(name, f"sentinel://{each}/{service}", pool, sentinels=sentinels)
     options = pool.connection_kwargs
     if "path" in options:
         return Address(options["path"], options["path"], pool)
@@ -288,17 +283,6 @@ def _address_of(pool: Any) -> Address:
 
 def _place_of(options: Mapping[str, Any]) -> tuple[str, int]:
     return options.get("host", "localhost"), int(options.get("port", 6379))
-
-
-def _watched_address(pool: Any) -> Address:
-    """Return the address of a service that Sentinels watch.
-
-    The address also names the Sentinels: two groups of them may use the same service name.
-    """
-    sentinels = [_address_of(one.connection_pool) for one in pool.sentinel_manager.sentinels]
-    name = f"sentinel://{','.join(one.name for one in sentinels)}/{pool.service_name}"
-    each = ",".join(sorted(one.server for one in sentinels))
-    return Address(name, f"sentinel://{each}/{pool.service_name}", pool, sentinels=sentinels)
 
 
 def _canonical(host: str) -> str:
@@ -312,10 +296,7 @@ def _canonical(host: str) -> str:
 
 
 def _wrong_query(query: str) -> str:
-    """Return what is wrong with the query of a sentinel:// URL; "" if all of it is used.
-
-    Raises ValueError for what is no query.
-    """
+    """Return what is wrong with the query of a sentinel:// URL; "" if all of it is used."""
     if "@" in query:
         raise ValueError("the rest of a password")
     given = dict(parse_qsl(query, keep_blank_values=True, strict_parsing=True)) if query else {}
@@ -332,7 +313,6 @@ def _wrong_query(query: str) -> str:
 
 
 def _sentinel_address(url: str) -> Address:
-    """Return the address of a sentinel:// URL; raises ValueError."""
     # by hand: urlsplit takes the brackets of one IPv6 address, not those of a list
     place, _, query = url.partition("://")[2].partition("?")
     netloc, _, service = place.partition("/")
@@ -349,7 +329,7 @@ def _sentinel_address(url: str) -> Address:
 
 
 def _place_in(entry: str) -> tuple[str, int]:
-    """Return host and port of "host:port" or "[IPv6 address]:port"; raises ValueError."""
+    """Return the parts of "host:port" or "[IPv6 address]:port"; raises ValueError."""
     found = re.fullmatch(r"(?:\[(?P<address>[^][]+)\]|(?P<host>[^][:]+)):(?P<port>[0-9]+)", entry)
     if found is None:
         raise ValueError("not host:port")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import hiredis
@@ -41,22 +42,20 @@ def encode_command(*words: str) -> bytes:
     return b"*%d\r\n%b" % (len(words), encode_words(words))
 
 
-def read_list(reply: Any, length: int) -> list[Any]:
+def read_list(reply: Any, length: int | None = None) -> list[Any]:
     """Return a reply that is a list of this length; raises UnexpectedReplyError."""
-    if not isinstance(reply, list) or len(reply) != length:
+    if not isinstance(reply, list) or length not in (None, len(reply)):
         raise UnexpectedReplyError(reply)
     return reply
 
 
 def read_number(reply: Any) -> int:
-    """Return a reply that is a number; raises UnexpectedReplyError."""
     if type(reply) is not int:
         raise UnexpectedReplyError(reply)
     return reply
 
 
 def read_text(reply: Any) -> str:
-    """Return a reply that is a text; raises UnexpectedReplyError."""
     if not isinstance(reply, (bytes, str)):
         raise UnexpectedReplyError(reply)
     return text_of(reply)
@@ -195,6 +194,7 @@ class Handler(Protocol):
         """Handle an error: no reply will come. The command may have run, or may still run later."""
 
 
+@dataclass(eq=False, slots=True)
 class Command:
     """One request, the same for every node.
 
@@ -203,18 +203,11 @@ class Command:
     keeps the time of the first write.
     """
 
-    __slots__ = ("dated", "handler", "request", "script", "suffixed")
-
-    def __init__(
-        self,
-        request: bytes,
-        handler: Handler,
-        script: Script | None = None,
-        suffixed: bool = False,
-        dated: bool = False,
-    ) -> None:
-        self.request, self.handler, self.script = request, handler, script
-        self.suffixed, self.dated = suffixed, dated
+    request: bytes
+    handler: Handler
+    script: Script | None = None
+    suffixed: bool = False
+    dated: bool = False
 
 
 class IgnoreReply:
@@ -222,11 +215,9 @@ class IgnoreReply:
 
     wanted = True
 
-    def on_reply(self, node: int, sent: float, reply: Any, run_id: str) -> None:
-        """Do nothing."""
+    def on_reply(self, *_: Any) -> None: ...
 
-    def on_error(self, node: int, command: Command, error: NodeError) -> None:
-        """Do nothing."""
+    def on_error(self, *_: Any) -> None: ...
 
 
 IGNORE_REPLY = IgnoreReply()
@@ -262,7 +253,7 @@ class Round:
 class Question(Round):
     """A question to some nodes, by index. Decided when each of them has replied or failed.
 
-    An error reply is a reply, too: the server is up. read: returns the value of any other reply;
+    An error reply is a reply, too: the server is up. read: returns the value of any other reply, or
     raises UnexpectedReplyError.
     """
 
@@ -289,7 +280,6 @@ class Question(Round):
         self._heard(node)
 
     def on_error(self, node: int, command: Command, error: NodeError) -> None:
-        """Count the node as done, because it will not reply."""
         self._heard(node)
 
     def _heard(self, node: int) -> None:
@@ -306,12 +296,11 @@ class RoundGroup(Round):
         self._open = 1  # the group itself, until `close`
 
     def add(self, round_: Round) -> None:
-        """Add a round. Called before the round is sent."""
+        """Add a round that is not sent yet."""
         self._open += 1
         round_.wake = self._one_less
 
     def close(self) -> None:
-        """Mark the group as complete: no round is added any more."""
         self._one_less()
 
     def _one_less(self) -> None:

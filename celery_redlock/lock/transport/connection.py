@@ -211,5 +211,4 @@ CONNECT_BUDGET = 2.0
 
 
 def connect_budget(timeout: float) -> float:
-    """Return the seconds for a connect. timeout: for a reply."""
     return max(CONNECT_BUDGET, timeout)

@@ -33,14 +33,12 @@ LINGER = 30.0  # seconds that the connecting thread waits for its next use
 class Gate:
     """Which connections are used, and who hears of the nodes. Any thread may call each function.
 
-    handshake: returns the `Peer` of a new connection, a result of `Address.dial` to the node with
-    this index, before any command is written. May wait. Raises an error to refuse the connection.
-    admit: is called with what `handshake` returned; calls `use` to let the connection be used, or
-    raises NodeError to refuse it.
-    error_reply: takes note of an error reply, before the command's handler does; returns whether to
-    reconnect, because the address may lead to another server by now.
-    down: takes note of a node's error; the last argument is whether it was down before. up: takes
-    note that the node answers again. Neither may wait.
+    handshake: returns the `Peer` of a result of `Address.dial` to a node, before any command is
+    written, or raises an error to refuse it. May wait. admit: gets this `Peer`; calls the function
+    that lets the connection be used, or raises NodeError to refuse it. error_reply: hears of an
+    error reply before its handler does; returns whether to reconnect, because the address may lead
+    to another server by now. down: hears of a node's error, and whether the node was down before.
+    up: hears that the node answers again. The last three may not wait.
     """
 
     handshake: Callable[[Any, int], Peer]
@@ -51,15 +49,12 @@ class Gate:
 
 
 class Report(NamedTuple):
-    """A connection that broke or could not be made.
-
-    entries: the commands that get no reply. connection: to be closed in the turn of reading.
-    """
+    """A connection that broke or could not be made."""
 
     node: int
-    entries: deque[Entry]
+    entries: deque[Entry]  # the commands that get no reply
     error: NodeError
-    connection: Connection | None
+    connection: Connection | None  # to be closed in the turn of reading
 
 
 class Mailbox:
@@ -80,8 +75,8 @@ class Node:
     """The one ordered connection of this process to one node, replaced when it breaks.
 
     Every change of the connection is one of its `jobs`, and no caller waits. index: position in the
-    list of nodes. timeout: seconds for a reply. longest_idle: a connection without a write for so
-    many seconds is replaced before it is used again.
+    list of nodes. name: without credentials. timeout: seconds for a reply. longest_idle: a
+    connection without a write for so many seconds is replaced before it is used again.
     """
 
     def __init__(
@@ -94,7 +89,7 @@ class Node:
         mailbox: Mailbox,
         gate: Gate,
     ) -> None:
-        self.index, self.address, self.timeout = index, address, timeout
+        self.index, self.address, self.name, self.timeout = index, address, address.name, timeout
         self.connect_budget = connect_budget(timeout)
         self._longest_idle = longest_idle
         self._platform, self._clock = platform, platform.clock
@@ -115,11 +110,6 @@ class Node:
         self._queued: list[Entry] = []
 
     @property
-    def name(self) -> str:
-        """The node's address, without credentials."""
-        return self.address.name
-
-    @property
     def outstanding(self) -> bool:
         """Whether a command waits for its reply, or a job for its turn."""
         connection = self.connection
@@ -131,11 +121,10 @@ class Node:
         return self.connection is not None or self._connector is not None
 
     def send(self, entries: Sequence[Entry], *, keeps_gil: bool = True) -> None:
-        """Write commands in order, or keep them until a connection that is being made is ready.
+        """Write commands that are wanted, or keep them for a connection that is being made.
 
-        Never waits. Commands that cannot be written are reported. Commands that are not wanted any
-        more are left out. keeps_gil: do not release the GIL in the system call, so that C code in
-        another thread cannot take it. Such a call is a little slower.
+        Never waits. Commands that cannot be written are reported. keeps_gil: do not release the GIL
+        in the system call, so that C code in another thread cannot take it. It is a little slower.
         """
         jobs = self.jobs
         if jobs.pending or not jobs.lock.run(self._write, entries, keeps_gil):
@@ -144,11 +133,7 @@ class Node:
             jobs.go_on()
 
     def receive(self, *, keeps_gil: bool = True) -> Connection | None:
-        """Read received replies into the `replies` of the connection, and return the connection.
-
-        Never waits. None if there is no connection, or if another thread uses it. keeps_gil: as
-        in `send`.
-        """
+        """Return the connection, with what has come in its `replies`; None if there is none."""
         connection = self.connection
         if connection is None:
             return None
@@ -302,10 +287,7 @@ class Node:
     # the connecting thread
 
     def _serve_connects(self, connector: DeadlineTimer) -> None:
-        """Connect at each request, in a separate thread.
-
-        The thread stays for later requests: under gevent, a new thread costs an event loop.
-        """
+        """Keep the thread for later requests: under gevent, a new one costs an event loop."""
         while connector.sleep(LINGER):
             if self._closed:
                 return
@@ -314,9 +296,9 @@ class Node:
         self.jobs.do(functools.partial(self._end_connector, connector))
 
     def adopt(self, dialled: Any, info: Any) -> None:
-        """Use a connection whose handshake is done, if the gate admits the connection.
+        """Use a connection if the gate admits it; raises NodeError.
 
-        dialled: a result of `Address.dial`. info: the `Peer` of the handshake. Raises NodeError.
+        dialled: a result of `Address.dial`. info: that of the handshake.
         """
         connection = Connection(dialled, info)
 

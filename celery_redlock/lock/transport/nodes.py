@@ -44,7 +44,8 @@ class Nodes:
     """The connections of one process to some nodes: broadcast, query, wait.
 
     all: the nodes, by index. quorum: number of replies that make a round useful. timeout,
-    longest_idle: as in `Node`. reading: the turn in which replies are read and handled.
+    longest_idle: as in `Node`. reading: the turn in which replies are read and handled. mail: the
+    broken connections that are not reported yet.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class Nodes:
         self._gate, self.timeout, self.quorum = gate, timeout, quorum
         self.pollers = PollerPool(platform)
         self._mailbox = Mailbox(self.pollers.rearm)
-        self._mail = self._mailbox.reports
+        self.mail = self._mailbox.reports
         self.all = [
             Node(index, address, timeout, longest_idle, platform, self._mailbox, gate)
             for index, address in enumerate(addresses)
@@ -73,7 +74,7 @@ class Nodes:
         for node in self.all:
             node.forget()
         self.pollers.forget()
-        self._mail.clear()
+        self.mail.clear()
         self.reading = self._platform.try_lock()
         self._down: set[int] = set()
         self._closed = False
@@ -90,7 +91,7 @@ class Nodes:
     @property
     def outstanding(self) -> bool:
         """Whether a command has no reply, or a broken connection is not reported yet."""
-        return bool(self._mail) or any(node.outstanding for node in self.all)
+        return bool(self.mail) or any(node.outstanding for node in self.all)
 
     def broadcast(self, command: Command, sent: float) -> None:
         """Write one command to every node. Never waits.
@@ -130,11 +131,8 @@ class Nodes:
         """
         asked, sent = range(len(self.all)) if nodes is None else nodes, self.clock.now()
         question = Question(asked, read)
-        command = Command(request, question, script)
-        if nodes is None:
-            self.broadcast(command, sent)
-        for node in nodes or ():
-            self.send_to(node, command, sent)
+        entries = [(Command(request, question, script), sent, request)]
+        self.scatter([entries if node.index in asked else () for node in self.all], sent)
         if asked:
             self.wait(question, sent + self.timeout)
             self.wait_for_connects(question, sent)
@@ -168,7 +166,7 @@ class Nodes:
             return
         round_.wake = poller.wake
         try:
-            if self._mail:
+            if self.mail:
                 self.report_broken()
             while True:
                 poller.parked = True  # first: who sets `decided` reads this after, and wakes
@@ -211,9 +209,8 @@ class Nodes:
     def wait_keeping_gil(self, round_: Round) -> None:
         """Return when a round is decided, or after a few ms in which no other Python thread runs.
 
-        For a caller that waited for the GIL because of C code. If the caller released the GIL, it
-        would wait as long again. Nearby nodes reply within this time. Python itself lets a thread
-        keep the GIL for 5 ms.
+        For a caller that waited for the GIL because of C code: if it released the GIL, it would
+        wait as long again. Nearby nodes reply by then. Python lets a thread keep the GIL for 5 ms.
         """
         for _ in range(LOOKS):
             self.read(self.all)
@@ -230,10 +227,7 @@ class Nodes:
         return len(interrupted) > len(self.all) - self.quorum
 
     def connect(self, until: float) -> set[int]:
-        """Connect to every node; return those that answer by the monotonic second `until`.
-
-        Waits longer for nodes that no connect has failed to yet.
-        """
+        """Return the nodes that answer by then; waits longer if no connect has failed yet."""
         pinged = Question(range(len(self.all)), lambda reply: reply)
         sent = self.clock.now()
         self.broadcast(Command(PING, pinged), sent)
@@ -260,17 +254,17 @@ class Nodes:
 
     def read(self, nodes: Sequence[Node], tries: int = 1, *, keeps_gil: bool = True) -> bool:
         """Read and handle replies; return False if other threads had the turn at each try."""
-        if not nodes and not self._mail:
+        if not nodes and not self.mail:
             return True
         if not self.reading.run_within(tries, self._dispatch_all, nodes, keeps_gil):
             return False
-        if self._mail:
+        if self.mail:
             self.report_broken()
         return True
 
     def _dispatch_all(self, nodes: Sequence[Node], keeps_gil: bool) -> None:
         try:
-            if self._mail:
+            if self.mail:
                 self._deliver()  # first: a later command may follow on the next connection
             for node in nodes:
                 connection = node.receive(keeps_gil=keeps_gil)
@@ -319,7 +313,7 @@ class Nodes:
         return demoted
 
     def _dispatch_error(self, node: Node, entry: Entry, reply: Any, run_id: str) -> str:
-        """Call a handler with an error reply; return its text if the node must be reconnected."""
+        """As `_dispatch_replies`, for one error reply."""
         command, sent, _ = entry
         is_hint = command.handler is IGNORE_REPLY  # costs no vote
         is_demoted = not is_hint and self._gate.error_reply(node, str(reply))
@@ -327,7 +321,7 @@ class Nodes:
         return str(reply) if is_demoted else ""
 
     def lose_replies(self, node: Node, connection: Connection, cause: str) -> None:
-        """Report the replies that are not handled yet as lost. None of them counts."""
+        """Report the replies that are not handled yet as lost."""
         entries = deque(entry for entry, _ in connection.replies)
         error = NodeError(node.name, cause, lost=True)
         self._mailbox.put(Report(node.index, entries, error, None))
@@ -345,13 +339,13 @@ class Nodes:
 
     def report_broken(self) -> None:
         """Call the handlers of commands whose connection broke. Never waits."""
-        while self._mail and self.reading.run(self._deliver):
+        while self.mail and self.reading.run(self._deliver):
             pass  # again: a report may have been queued as the turn ended
 
     def _deliver(self) -> None:
-        while self._mail:
+        while self.mail:
             # kept until it is delivered: an asynchronous exception must lose no command
-            index, entries, error, connection = self._mail[0]
+            index, entries, error, connection = self.mail[0]
             if connection is not None:
                 self._dispatch_replies(self.all[index], connection)  # replies read before
                 connection.close(reset=True)
@@ -365,4 +359,4 @@ class Nodes:
                 entry = entries[0]
                 entry[0].handler.on_error(index, entry[0], error)
                 entries.popleft()
-            self._mail.popleft()
+            self.mail.popleft()

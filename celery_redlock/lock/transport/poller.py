@@ -107,10 +107,7 @@ class PollerPool:
         self._spared_until = 0.0  # monotonic seconds
 
     def take(self, *, native: bool) -> Poller | None:
-        """Return a poller that is not in use; None if too many are, or no descriptor is left.
-
-        native: as in `Nodes.wait`.
-        """
+        """Return a poller that is not in use; None if too many are, or no descriptor is left."""
         if len(self.taken) >= MOST_POLLERS and not native:
             return None
         by_poll = native or gevent_here() is None
@@ -132,8 +129,7 @@ class PollerPool:
     ) -> Poller | None:
         """Wait without a poller; return one that is free, or None at the end of the round.
 
-        The caller looks by itself, in case that no other one reads its reply. read: reads from all
-        nodes, in so many tries. until: a monotonic second.
+        read: reads from all nodes, in so many tries, in case that no other one reads the reply.
         """
         poller, pause = None, DOZE
         while poller is None:
@@ -174,8 +170,7 @@ class PollerPool:
     def drop_spare(self, now: float) -> float:
         """Drop pollers that a peak of waiters has left; return when to call this again.
 
-        Drops only pollers that were free since the last call, so that frequent waits make no new
-        pollers.
+        Only those that were free since the last call, so that frequent waits make no new ones.
         """
         if now >= self._spared_until:
             for native, free in self._free.items():

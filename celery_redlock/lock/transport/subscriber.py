@@ -7,12 +7,11 @@ thread may wait, and messages come unasked.
 from __future__ import annotations
 
 import select
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 from celery_redlock.lock.platform.clock import Platform
-from celery_redlock.lock.platform.threads import original
+from celery_redlock.lock.platform.threads import JobQueue
 from celery_redlock.lock.transport.address import Address
 from celery_redlock.lock.transport.command import INCOMPLETE, ReplyReader, encode_command, text_of
 from celery_redlock.lock.transport.connection import connect_budget, receive
@@ -41,8 +40,7 @@ class Subscriber:
         self._platform, self._clock = platform, platform.clock
         self._channels, self._heard = channels, heard
         self._waker: Any = None  # made in the thread: no caller fails if no descriptor is left
-        self._turn = platform.try_lock()
-        self._calls = deque[None]()  # `resubscribe` calls to handle
+        self._jobs = JobQueue(platform.try_lock(), self._wake)  # start and end of the thread
         self._running = self._closed = False
         self._connection: Any = None
         self._reader = ReplyReader()
@@ -54,8 +52,7 @@ class Subscriber:
 
     def resubscribe(self) -> None:
         """Subscribe to the channels that are wanted now. Never waits."""
-        self._calls.append(None)
-        self._ensure_running()
+        self._jobs.do(self._start)
         self._wake()
 
     def close(self) -> None:
@@ -67,12 +64,7 @@ class Subscriber:
         if waker is not None:
             waker.wake()
 
-    def _ensure_running(self) -> None:
-        while self._calls and self._turn.run(self._start):
-            pass  # again: a call may have come as the turn ended
-
     def _start(self) -> None:
-        self._calls.clear()
         if not self._running and not self._closed and self._channels():
             self._platform.start_thread(self._run)
             self._running = True
@@ -105,8 +97,8 @@ class Subscriber:
                 self._drop()  # first: later it might drop the next thread's connection
                 self._running, over = False, True
 
-        self._turn.run(end)  # refused if a caller asks for a channel just now
-        self._ensure_running()
+        self._jobs.lock.run(end)  # refused if a caller asks for a channel just now
+        self._jobs.go_on()
         if over and self._channels():  # who has just begun to wait has seen the old subscriptions
             self.resubscribe()
         return over
@@ -169,7 +161,7 @@ class Subscriber:
 
     def _wait(self, seconds: float) -> bool:
         """Wait for bytes, a wake-up or the timeout; return False for the timeout."""
-        poll = original("select", "poll")()  # of a real thread, also if greenlets are in use
+        poll = self._platform.new_poll(True)
         if self._waker is not None:  # it is, if no descriptor was left
             poll.register(self._waker.descriptor, select.POLLIN)
         if self._connection is not None:

@@ -1,7 +1,8 @@
 """The command `celery redlock`: what it shows, what it does, and how that is printed.
 
-Read `commands.py` first: each of the commands. `group.py` has what they share, `views.py` what they
-show, as tables, as JSON, and on the screen of `top`.
+Read `commands.py` first: each of the commands. `group.py` has what they share: the app, deadlines
+of a question to the broker, and printing. `views.py` has what they show, as tables, as JSON, and on
+the screen of `top`.
 
 Not here: the queries to the nodes (`lock/inspection.py`, `lock/node_status.py`), and the answers of
 workers (`operate/control.py`).

@@ -20,11 +20,7 @@ import click
 from celery_redlock.label import escaped
 from celery_redlock.lock.client import Redlock
 from celery_redlock.lock.inspection import LockReport, break_lock, list_locks
-from celery_redlock.lock.node_status import (
-    missing_rights,
-    read_shared_settings,
-    shared_settings_of,
-)
+from celery_redlock.lock.node_status import missing_rights, read_shared_settings, shared_settings_of
 from celery_redlock.lock.server.admin import trust_nodes
 from celery_redlock.operate.cli import views
 from celery_redlock.operate.cli.group import (

@@ -21,7 +21,6 @@ from celery_redlock import anchors
 from celery_redlock.errors import RedlockError
 from celery_redlock.lock.client import session_of
 from celery_redlock.lock.engine.events import Events
-from celery_redlock.lock.engine.releaser import OrphanedKey
 from celery_redlock.lock.engine.session import Session
 from celery_redlock.lock.model.acquisition import Acquisition
 from celery_redlock.lock.model.keys import label_of
@@ -357,7 +356,7 @@ class ChildReaper:
             sender=self._app.tasks.get(first.task_name),
             marker=marker,
         )
-        keys = [OrphanedKey(one.resource, one.limit, one.value) for one in entries]
+        keys = [(one.resource, one.limit, one.value) for one in entries]
         acquisition = session.release_orphans(options, keys, first.requested_at)
         extra["resource"] = acquisition.resource
         if HELD in states:

@@ -1,6 +1,7 @@
 """One delivery of a message, in any process: what it is, what it carries, where it came from.
 
-Read `delivery.py` first: facts and questions, and what a message carries of its lock; no I/O.
+Read `delivery.py` first: facts and questions, and what a message carries of its lock; its run id,
+which counts how often a broker has dead-lettered it. No I/O.
 `route.py` finds the queue of a message and the way back to it, and lets a worker's consumer say
 through which queue each delivery came. `republish.py` publishes a message again, whole. What
 becomes of a delivery is decided in `tasks/execution/`.

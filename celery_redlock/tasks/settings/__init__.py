@@ -4,6 +4,7 @@ Not here: what a run does with its options (`tasks/execution`), and which class 
 task (`tasks/declaration.py`). Nothing here does I/O. Read `options.py` first: its table is the only
 list of options. `app.py` has the table of settings for the whole app, and names the source of a
 value: `OptionSource.wrong` makes the error for a wrong one; `lock/validation.py` checks what the
-lock checks, too. `levels.py` reads and merges levels. `task_config.py` keeps the result for one
-task, and makes the resources of a call from `templates.py`.
+lock checks, too. `levels.py` reads and merges levels, and derives values from what the app says of
+its broker: nodes, visibility timeout, the longest countdown. `task_config.py` keeps the result for
+one task, and makes the resources of a call from `templates.py`.
 """

@@ -116,7 +116,7 @@ MUTANTS = (
            "self._write(self._core.requests.unregister(self.name, resource))", "pass"),
     Mutant("a worker that others passed by while it stood still is not named any more",
            "tasks.waiting.successor:Successor.look_again_if_due",
-           "contract/test_waiting_room.py::while_the_loop_stood_still",
+           "contract/test_waiting_room.py::made_anew_after_the_loop_stood_still",
            "if was_blocked or ", "if "),
     Mutant("the registration of a worker whose message waits for long expires",
            "tasks.waiting.successor:Successor.look_again_if_due",

@@ -8,8 +8,8 @@ from tests.mutants.mutant import Mutant
 # fmt: off
 MUTANTS = (
     Mutant("a lease leaves no room for clocks of another speed",
-           "lock.model.lease:lease_end", "unit/test_lease.py",
-           "return sent + ttl * (1.0 - drift)", "return sent + ttl + 0 * drift"),
+           "lock.model.lease:Lease.__init__", "unit/test_lease.py",
+           "key.ttl * (1.0 - drift)", "key.ttl + 0 * drift"),
     Mutant("half of the nodes are a quorum",
            "lock.model.votes:quorum_of", "unit/test_votes.py",
            "return nodes // 2 + 1", "return (nodes + 1) // 2"),
@@ -40,7 +40,7 @@ MUTANTS = (
            "            self.probation[node] = Probation(now)\n", "            pass\n"),
     Mutant("a fencing token is used before a quorum of nodes knows it",
            "lock.model.lease:Fence.usable", "unit/test_lease.py",
-           "return token > 0 and reached >= self._quorum", "return token > 0"),
+           "return self.token > 0 and reached >= self._quorum", "return self.token > 0"),
     Mutant("a node that restarted empty votes while a lock that it forgot may be held",
            "lock.model.options:grace_period",
            "simulation/test_mutants.py::the_shipped_code_stands_the_same_interleaving",
