@@ -387,10 +387,9 @@ def _known_refusal(room: WaitingRoom, delivery: Delivery, request: Any) -> Refus
         return None
     call = TaskCall(delivery.task, tuple(request.args), dict(request.kwargs), queue)
     resources = config.resources(options, call)
-    limits = config.limits(options, call, resources) or {}
-    # as a run asks for them
-    asked = {resource: limits.get(resource, 1) for resource in in_order(resources, limits)}
-    error = room.refusal_of(request, asked)
+    limits = None if options.limit == 1 else config.limits(options, call, resources)
+    asked = dict.fromkeys(in_order(resources, limits), 1)  # in the order in which a run asks
+    error = room.refusal_of(request, {**asked, **(limits or {})})
     if error is None:
         return None
     now = time_of_nodes(delivery.task.app)
