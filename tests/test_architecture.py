@@ -100,12 +100,12 @@ PRIVATE_NAMES_IN_TESTS: dict[str, tuple[str, str]] = {
 }
 # Lines and modules of the package, and what a walk of `tests/walks.py` passes: files, functions and
 # classes. They only fall; a feature that raises one does so in a commit of its own, and says why.
-LINES, FILES = 20_020, 85
+LINES, FILES = 19_980, 85
 WALKS = {
     "a plain lock": (23, 95, 27),
     "a message in a worker": (41, 155, 37),
     "a refused message until it waits": (51, 287, 57),
-    "from the release to its end": (39, 181, 43),
+    "from the release to its end": (39, 177, 42),
 }
 MOST_WALKS = 3  # a busy machine lets threads come between
 # Modules of fewer than 60 lines. Each new one is a subject that no other file has.

@@ -88,11 +88,7 @@ class LockList:
 def list_locks(redlock: Redlock, resource: str | None = None) -> LockList:
     """Return all locks on the nodes, or those of one resource."""
     beginning, nodes = lock_key(redlock.prefix, ""), redlock.session.nodes
-
-    def ask(connection: Any) -> list[tuple[Any, Any, float]]:
-        return list(_values(connection, list(set(names_on(connection, beginning)))))
-
-    found, failing = ask_each(nodes, ask)
+    found, failing = ask_each(nodes, lambda connection: list(_values(connection, beginning)))
     votes: dict[tuple[Any, Any], dict[str, float]] = {}
     for node, values in found.items():
         for key, value, left in values:
@@ -107,15 +103,12 @@ def _report(redlock: Redlock, key: Any, value: Any, votes: Mapping[str, float]) 
     session, (resource, permit) = redlock.session, resource_of(redlock.prefix, text_of(key))
     text = "" if value is None else text_of(value)
     label, since, ttl = parts_of(text)
-    if not text:
-        label = "no lock, but a key of another type"
-    needed = session.nodes.quorum
-    left = sorted(votes.values(), reverse=True)
+    needed, left = session.nodes.quorum, sorted(votes.values(), reverse=True)
     held = len(votes) >= needed
     return LockReport(
         resource,
         permit,
-        Holder.of(label),
+        Holder.of(label if text else "no lock, but a key of another type"),
         since=in_iso(since),
         held_for=None if since is None else max(0.0, session.clock.wall_us() / 1e6 - since),
         since_renewal=None if ttl is None else max(0.0, ttl - left[0]),
@@ -140,18 +133,23 @@ def break_lock(redlock: Redlock, lock: LockReport) -> tuple[Mapping[str, bool], 
     lasting = str(int(grace_period(redlock.max_ttl) * 1000))
     inbox = encoded(inbox_channel(redlock.prefix, ""))
     keys = "3", lock.key, encoded(broken), encoded(waiting)
+    force_unlock = "EVAL", BREAK.source, *keys, lock.value, lasting, inbox
+    return ask_each(
+        redlock.session.nodes,
+        lambda connection: bool(read_number(reply_of(connection, *force_unlock))),
+    )
 
-    def force_unlock(connection: Any) -> bool:
-        reply = reply_of(connection, "EVAL", BREAK.source, *keys, lock.value, lasting, inbox)
-        return bool(read_number(reply))
 
-    return ask_each(redlock.session.nodes, force_unlock)
-
-
-def _values(connection: Any, names: Sequence[Any]) -> Iterator[tuple[Any, Any, float]]:
-    """Yield the name, the value and the remaining seconds of each key that exists."""
+def _parts(connection: Any, beginning: str) -> Iterator[list[Any]]:
+    """Yield the names of keys that begin like this, each once, as many as one write asks about."""
+    names = list(set(names_on(connection, beginning)))
     for first in range(0, len(names), ASKED_AT_ONCE):
-        part = names[first : first + ASKED_AT_ONCE]
+        yield names[first : first + ASKED_AT_ONCE]
+
+
+def _values(connection: Any, beginning: str) -> Iterator[tuple[Any, Any, float]]:
+    """Yield the name, the value and the remaining seconds of each key that still exists."""
+    for part in _parts(connection, beginning):
         connection.send_packed_command(
             connection.pack_commands([("MGET", *part), *(("PTTL", name) for name in part)])
         )
@@ -200,16 +198,15 @@ def list_waiting(redlock: Redlock) -> WaitingList:
     beginning = waiting_key(prefix, "")
 
     def ask(connection: Any) -> tuple[list[tuple[Any, _Scores | None]], set[Any] | None]:
-        sets = list(_sets(connection, list(set(names_on(connection, beginning)))))
+        sets = list(_sets(connection, beginning))
         waiters = {waiter for _, scores in sets for waiter in scores or ()}
         return sets, _listening(connection, prefix, sorted(waiters))
 
     found, failing = ask_each(nodes, ask)
     heard = [listening for _, listening in found.values() if listening is not None]
     listens = None if len(heard) < nodes.quorum else set().union(*heard)
-    registered: dict[
-        str, dict[Any, dict[str, float]]
-    ] = {}  # by resource and waiter: since, by node
+    # by resource and waiter: since, by node
+    registered: dict[str, dict[Any, dict[str, float]]] = {}
     wrong_type: dict[str, tuple[str, ...]] = {}
     for node, (sets, _) in found.items():
         for name, scores in sets:
@@ -223,11 +220,8 @@ def list_waiting(redlock: Redlock) -> WaitingList:
         order = sorted((_agreed(on.values()), waiter) for waiter, on in waiters.items())
         for rank, (since, waiter) in enumerate(order):  # as the nodes keep them
             text, on = text_of(waiter), tuple(waiters[waiter])
-            is_listening = listens is None or waiter in listens
-            process = WaitingProcess(
-                resource, rank, *_name_of(text), text, in_iso(since), on, is_listening
-            )
-            processes.append(process)
+            named = resource, rank, *_name_of(text), text, in_iso(since), on
+            processes.append(WaitingProcess(*named, listens is None or waiter in listens))
     return WaitingList(tuple(processes), wrong_type, failing, len(nodes.all), nodes.quorum)
 
 
@@ -244,10 +238,9 @@ def _agreed(since: Iterable[float]) -> float:
     return min(votes, key=lambda one: (-votes[one], one))
 
 
-def _sets(connection: Any, names: Sequence[Any]) -> Iterator[tuple[Any, _Scores | None]]:
+def _sets(connection: Any, beginning: str) -> Iterator[tuple[Any, _Scores | None]]:
     """Yield the name of each set, and since when each member waits; None for another type."""
-    for first in range(0, len(names), ASKED_AT_ONCE):
-        part = names[first : first + ASKED_AT_ONCE]
+    for part in _parts(connection, beginning):
         connection.send_packed_command(
             connection.pack_commands([("ZRANGE", name, "0", "-1", "WITHSCORES") for name in part])
         )

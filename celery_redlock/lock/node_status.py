@@ -6,7 +6,7 @@ Not here: the locks on the nodes (`inspection.py`), and how to ask a node (`serv
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from typing import Any
@@ -78,7 +78,7 @@ def exchange_shared_settings(redlock: Redlock) -> Mapping[str, list[str]]:
     nodes, answering = redlock.session.nodes, _connect(redlock)
     request = encode_command("SET", _settings_key(redlock), shared_settings_of(redlock), "GET")
     noted = nodes.query(request, _read_settings, nodes=answering)
-    return _differing(redlock, [(nodes.all[index].name, text) for index, text in noted.items()])
+    return _differing(redlock, {nodes.all[index].name: text for index, text in noted.items()})
 
 
 def read_shared_settings(redlock: Redlock) -> Mapping[str, list[str]]:
@@ -98,7 +98,7 @@ def read_shared_settings(redlock: Redlock) -> Mapping[str, list[str]]:
         if run_id and run_id in seen:
             raise one_server(type(redlock).__name__, (seen[run_id], node))
         seen[run_id] = node
-    return _differing(redlock, [(node, noted) for node, (noted, _) in found.items()])
+    return _differing(redlock, {node: noted for node, (noted, _) in found.items()})
 
 
 def _settings_key(redlock: Redlock) -> str:
@@ -109,11 +109,11 @@ def _read_settings(reply: Any) -> str | None:
     return None if reply is None else read_text(reply)
 
 
-def _differing(redlock: Redlock, noted: Iterable[tuple[str, str | None]]) -> dict[str, list[str]]:
+def _differing(redlock: Redlock, noted: Mapping[str, str | None]) -> dict[str, list[str]]:
     """Return the nodes by the settings noted there, without those like this client's."""
     own = shared_settings_of(redlock)
     others: dict[str, list[str]] = {}
-    for node, settings in noted:
+    for node, settings in noted.items():
         if settings not in (None, own):
             others.setdefault(settings, []).append(node)
     return others
@@ -187,12 +187,8 @@ def read_nodes(redlock: Redlock) -> tuple[NodeStatus, ...]:
 
     found, failing = ask_each(redlock.session.nodes, look)
     names = [node.name for node in redlock.session.nodes.all]
-    return tuple(
-        NodeStatus(node=name, error=failing[name])
-        if name in failing
-        else replace(found[name], node=name)
-        for name in names
-    )
+    found |= {name: NodeStatus(error=cause) for name, cause in failing.items()}
+    return tuple(replace(found[name], node=name) for name in names)
 
 
 def missing_rights(redlock: Redlock) -> Mapping[str, list[str]]:
@@ -202,46 +198,33 @@ def missing_rights(redlock: Redlock) -> Mapping[str, list[str]]:
     """
     prefix = redlock.prefix
     key, channel = completion_key(prefix, ""), f"{votes_channel(prefix)}\n"  # nobody has these
-    tried = {
-        "+ping": ("PING",),
-        "+info": ("INFO", "server"),
-        "+get": ("GET", key),
-        "+set": ("SET", key, "", "XX", "PX", "1"),  # only if there is such a key
-        "+del": ("DEL", key),
-        "+time": ("TIME",),
-        "+pexpire": ("PEXPIRE", key, "1"),
-        "+pttl": ("PTTL", key),
-        "+exists": ("EXISTS", key),
-        "+zadd": ("ZADD", key, "XX", "0", "x"),
-        "+zrem": ("ZREM", key, "x"),
-        "+zrange": ("ZRANGE", key, "0", "0"),
-        "+zrank": ("ZRANK", key, "x"),
-        "+publish": ("PUBLISH", channel, ""),
-        "+pubsub|numsub": ("PUBSUB", "NUMSUB"),
-        "+eval": ("EVAL", "return 1", "0"),
-        "+evalsha": ("EVALSHA", "0" * 40, "0"),
-        "+script": ("SCRIPT", "EXISTS", "0" * 40),
-        "+scan": ("SCAN", "0", "COUNT", "1"),
-        "+mget": ("MGET", key),
-        f"&{{{prefix}}}:handoff:*": ("PUBLISH", inbox_channel(prefix, "\n"), ""),
-        "+unsubscribe": ("UNSUBSCRIBE", channel),
-        "+subscribe": ("SUBSCRIBE", channel),  # last: such a connection takes no other command
-    }
+    inbox = inbox_channel(prefix, "\n")
+    tried = [
+        ("PING",), ("INFO", "server"), ("TIME",), ("GET", key), ("MGET", key), ("DEL", key),
+        ("SET", key, "", "XX", "PX", "1"),  # only if there is such a key
+        ("PEXPIRE", key, "1"), ("PTTL", key), ("EXISTS", key), ("SCAN", "0", "COUNT", "1"),
+        ("ZADD", key, "XX", "0", "x"), ("ZREM", key, "x"), ("ZRANGE", key, "0", "0"),
+        ("ZRANK", key, "x"), ("EVAL", "return 1", "0"), ("EVALSHA", "0" * 40, "0"),
+        ("SCRIPT", "EXISTS", "0" * 40), ("PUBSUB", "NUMSUB"), ("PUBLISH", channel, ""),
+        ("PUBLISH", inbox, ""), ("UNSUBSCRIBE", channel),
+        ("SUBSCRIBE", channel),  # last: such a connection takes no other command
+    ]  # fmt: skip
 
     def ask(connection: Any) -> list[str]:
-        connection.send_packed_command(connection.pack_commands(tried.values()))
+        connection.send_packed_command(connection.pack_commands(tried))
         missing = dict[str, None]()
-        for right, (command, *_) in tried.items():
+        for command, *args in tried:
             try:
                 connection.read_response()
             except redis.exceptions.NoPermissionError as error:
                 denied = _DENIED.search(str(error))
                 if denied is None:  # the command itself
-                    missing[right if right.startswith("+") else f"+{command.lower()}"] = None
+                    right = "+pubsub|numsub" if command == "PUBSUB" else f"+{command.lower()}"
                 elif denied[1] == "key":
-                    missing[f"~{{{prefix}}}:*"] = None
+                    right = f"~{{{prefix}}}:*"
                 else:
-                    missing[f"&{{{prefix}}}:wake:*" if right.startswith("+") else right] = None
+                    right = f"&{{{prefix}}}:{'handoff' if inbox in args else 'wake'}:*"
+                missing[right] = None
             except redis.ResponseError:
                 pass  # of a script that is not there, or a replica: the command is allowed
         return list(missing)

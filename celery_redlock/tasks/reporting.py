@@ -253,16 +253,15 @@ class StateReporter:
         Source: celery.events.state: a task-started after a custom event does not change the state,
         a task-retried does.
         """
+        let_through = (SoftTimeLimitExceeded,)  # the body is about to begin, and must not now
         if self.stores:
             meta = {"pid": os.getpid(), "hostname": self._request.hostname}
-            store = functools.partial(self._store_on_way, states.STARTED, meta)
-            # let through: the body is about to begin, and must not now
-            self._attempt(store, let_through=(SoftTimeLimitExceeded,))
+            self._attempt(functools.partial(self._store_on_way, states.STARTED, meta), let_through)
         if was_deferred and not self._request.is_eager:
             reason = "lock acquired after a deferral"
-            self._send("task-retried", exception=reason, traceback="")
+            self._send("task-retried", let_through, exception=reason, traceback="")
             # clear the reason of DEFERRED: a run that got its lock has no exception
-            self._send("task-started", result=None, exception=None, traceback=None)
+            self._send("task-started", let_through, result=None, exception=None, traceback=None)
 
     def skipped(self, resource: str, reason: str) -> None:
         """Store REVOKED, so that callers, chains and chords end, and send SKIPPED."""
@@ -318,8 +317,10 @@ class StateReporter:
             lost = self._warn_not_shown
             self._thread.put(str(self._request.id), store, lost, is_final=is_final)
 
-    def _send(self, event: str, **fields: Any) -> None:
-        self._attempt(functools.partial(self._send_event, event, **fields))
+    def _send(
+        self, event: str, let_through: tuple[type[Exception], ...] = (), /, **fields: Any
+    ) -> None:
+        self._attempt(functools.partial(self._send_event, event, **fields), let_through)
 
     def _attempt(
         self, report: Callable[[], object], let_through: tuple[type[Exception], ...] = ()

@@ -459,7 +459,7 @@ def early_ends_probation() -> Iterator[None]:
     def repaired(hold: Lease, node: int, lapsed: bool, now: float) -> None:
         hold.probation.pop(node, None)
         if lapsed:
-            hold.probation[node] = Probation(now)
+            hold.probation[node] = Probation(now, set())
 
     with _with(repaired):
         yield

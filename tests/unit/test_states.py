@@ -68,6 +68,16 @@ def test_a_soft_limit_that_strikes_as_started_is_stored_ends_the_run(make_task: 
         StateReporter(make_task(SoftTimeLimitExceeded()), a_request()).started(was_deferred=False)
 
 
+def test_a_soft_limit_that_strikes_as_monitors_are_told_of_a_start_ends_the_run(
+    make_task: Make,
+) -> None:
+    def send(*_: Any, **fields: Any) -> None:
+        raise SoftTimeLimitExceeded
+
+    with pytest.raises(SoftTimeLimitExceeded):
+        StateReporter(make_task(None), a_request(), send).started(was_deferred=True)
+
+
 def test_a_backend_that_is_away_as_started_is_stored_lets_the_body_run(
     make_task: Make, caplog: pytest.LogCaptureFixture
 ) -> None:

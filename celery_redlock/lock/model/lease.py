@@ -10,6 +10,7 @@ import enum
 import functools
 import math
 from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
 from celery_redlock.lock.model.keys import lock_key, waiting_key
 from celery_redlock.lock.transport.command import encode_bulk, encode_text
@@ -151,17 +152,11 @@ class Fence:
         return self.token > 0 and reached >= self._quorum
 
 
-class Probation:
-    """A node that renewed our key after its deadline, maybe by a reclaim: it is not counted yet.
+class Probation(NamedTuple):
+    """A node that renewed our key after its deadline, maybe by a reclaim: it is not counted yet."""
 
-    since: monotonic seconds. confirmed: other nodes that renewed on requests sent after that.
-    """
-
-    __slots__ = ("confirmed", "since")
-
-    def __init__(self, since: float) -> None:
-        self.since = since
-        self.confirmed: set[int] = set()
+    since: float  # monotonic seconds
+    confirmed: set[int]  # other nodes that renewed on requests sent after that
 
 
 class Lease:
@@ -240,7 +235,7 @@ class Lease:
             self.reclaims.pop(node, None)
         before = ends[node]
         if before <= now:
-            self.probation[node] = Probation(now)
+            self.probation[node] = Probation(now, set())
         if end > before:
             ends[node] = end
         if not self.probation:
@@ -312,11 +307,10 @@ class Lease:
         self._recount()
 
     def _recount(self) -> None:
+        ends = self.ends
         if self.probation:
-            counted = [UNKNOWN if n in self.probation else e for n, e in enumerate(self.ends)]
-            self.valid_until = validity(counted, self.quorum)
-        else:
-            self.valid_until = validity(self.ends, self.quorum)
+            ends = [UNKNOWN if n in self.probation else end for n, end in enumerate(ends)]
+        self.valid_until = validity(ends, self.quorum)
 
     def to_reclaim(self, now: float) -> Collection[int]:
         if not self.reclaims:

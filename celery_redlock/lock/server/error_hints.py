@@ -34,12 +34,12 @@ _TEMPORARY = {  # costs a vote in this round; some of these errors end only if a
     "nobody asked for|in the middle of a command": "",
     "not a reply of its script": "see what answers there: a proxy, or another program",
 }
+# fmt: off
 _MISCONFIGURED = {  # no vote before an operator changes a setting
     "READONLY|read only replica|previous master": _NOT_A_PRIMARY,
     "MASTERDOWN|Link with MASTER": _NOT_A_PRIMARY,
-    r"Sentinel .*(?:Auth\w+ required|invalid (?:password|username)|password configured)": (
-        "correct sentinel_username and sentinel_password in its URL: Sentinels have their own"
-    ),
+    r"Sentinel .*(?:Auth\w+ required|invalid (?:password|username)|password configured)":
+        "correct sentinel_username and sentinel_password in its URL: Sentinels have their own",
     "NOAUTH|Authentication required": "name a user and a password in its URL",
     "WRONGPASS|invalid (?:password|username)": "correct user and password in its URL",
     "any password configured|no password is set": "it has no password: name none in its URL",
@@ -49,34 +49,27 @@ _MISCONFIGURED = {  # no vote before an operator changes a setting
     "MOVED|ASK|CROSSSLOT|in cluster mode": _IN_A_CLUSTER,
     "DB index|Invalid Database": "name a database in its URL that it has",
     "WRONGTYPE": "another program uses the key: delete it, or choose another prefix",
-    "NOPROTO|[Uu]nknown (?:Redis )?(?:sub)?command": (
-        "a server before Redis 6.2, or one whose commands are renamed: name another"
-    ),
-    "FENCE|:fence": (
-        "a clock or another program spoiled {prefix}:fence: correct that, then `trust --all`"
-    ),
-    "certificate verify failed: certificate (?:has expired|is not yet valid)": (
-        "renew its certificate; if that is valid, correct this machine's clock"
-    ),
-    "certificate verify failed: (?:Hostname|IP address) mismatch": (
-        "its certificate names other hosts: name one of them in its URL, or renew it"
-    ),
+    "NOPROTO|[Uu]nknown (?:Redis )?(?:sub)?command":
+        "a server before Redis 6.2, or one whose commands are renamed: name another",
+    "FENCE|:fence":
+        "a clock or another program spoiled {prefix}:fence: correct that, then `trust --all`",
+    "certificate verify failed: certificate (?:has expired|is not yet valid)":
+        "renew its certificate; if that is valid, correct this machine's clock",
+    "certificate verify failed: (?:Hostname|IP address) mismatch":
+        "its certificate names other hosts: name one of them in its URL, or renew it",
     "certificate verify failed": "name the CA of its certificate in its URL, as ssl_ca_certs",
-    "WRONG_VERSION_NUMBER|RECORD_LAYER_FAILURE|it answers without TLS": (
-        "no TLS there: name its TLS port, or redis://"
-    ),
+    "WRONG_VERSION_NUMBER|RECORD_LAYER_FAILURE|it answers without TLS":
+        "no TLS there: name its TLS port, or redis://",
     r"cannot read ssl_\w+": "correct this path in its URL, or the rights of the file",
-    "NO_CERTIFICATE_OR_CRL_FOUND|PEM lib|KEY_VALUES_MISMATCH": (
-        "ssl_ca_certs or ssl_certfile is no PEM file, or ssl_keyfile is not its key"
-    ),
-    "alert certificate required|alert handshake failure": (
-        "it asks for a client certificate: name one in its URL, as ssl_certfile and ssl_keyfile"
-    ),
-    "alert unknown ca|alert bad certificate|alert certificate": (
-        "it refuses our certificate: name one in its URL whose CA it knows, as ssl_certfile"
-    ),
+    "NO_CERTIFICATE_OR_CRL_FOUND|PEM lib|KEY_VALUES_MISMATCH":
+        "ssl_ca_certs or ssl_certfile is no PEM file, or ssl_keyfile is not its key",
+    "alert certificate required|alert handshake failure":
+        "it asks for a client certificate: name one in its URL, as ssl_certfile and ssl_keyfile",
+    "alert unknown ca|alert bad certificate|alert certificate":
+        "it refuses our certificate: name one in its URL whose CA it knows, as ssl_certfile",
     "not a Redis server|reply type byte": "another kind of server listens there",
 }
+# fmt: on
 _SIGNS = {**_TEMPORARY, **_MISCONFIGURED}
 _MEANINGS = [(sign in _MISCONFIGURED, hint) for sign, hint in _SIGNS.items()]
 _KNOWN = re.compile("|".join(rf"((?<!\w)(?:{sign})(?!\w))" for sign in _SIGNS))

@@ -232,12 +232,13 @@ class Delivery:
     is_redelivered: this is not the first delivery, as far as anybody has said.
     may_have_run_elsewhere: another delivery of this message may be running, or have run.
     received_at: monotonic seconds at which the run could have begun here, None if nobody noted it.
+    has_room: it may wait in its worker's memory if refused; an evicted message may not.
     In a worker's main process make a new one each time: Celery rewrites the request there.
     """
 
     __slots__ = (
-        "_properties", "acks_late", "header", "is_redelivered", "may_have_run_elsewhere",
-        "received_at", "request", "task",
+        "_properties", "acks_late", "has_room", "header", "is_redelivered",
+        "may_have_run_elsewhere", "received_at", "request", "task",
     )  # fmt: skip
 
     def __init__(self, task: Any, request: Any, header: LockHeader | None = None) -> None:
@@ -245,6 +246,7 @@ class Delivery:
         self._properties: Mapping[str, Any] = request.properties or {}
         at = self._properties.get(RECEIVED)
         self.received_at: float | None = at if isinstance(at, float) else None
+        self.has_room = self._properties.get(HAS_ROOM) is True
         self.acks_late = bool(task.acks_late) and not request.is_eager
         header = LockHeader.of(request) if header is None else header
         is_flagged = self.acks_late and (request.delivery_info or {}).get("redelivered")
@@ -323,11 +325,6 @@ class Delivery:
         """When a release was announced that dispatched this message, in seconds since 1970."""
         at = self._properties.get(NAMED_AT)
         return at if isinstance(at, float) else None
-
-    @property
-    def has_room(self) -> bool:
-        """Whether it may wait in its worker's memory if refused; an evicted message may not."""
-        return self._properties.get(HAS_ROOM) is True
 
     def log_extra(self, event: str, **more: Any) -> dict[str, Any]:
         """Return the fields of a log line of this run, for handlers that write them."""

@@ -77,14 +77,14 @@ def pause_in_slot(delivery: Delivery, unsent: NotRepublishedError, before: float
     return pause
 
 
-def end_refused(delivery: Delivery, refusal: Refusal, cancelled: str | None) -> None:
+def end_refused(delivery: Delivery, refusal: Refusal) -> None:
     """Do what the options say of a run without its lock; return only if it is to run without one.
 
-    cancelled: as of `Delivery.cancelled`. Such a message ends, unless it may run already.
+    A message that is revoked or has expired ends, unless it may run already.
     """
     # one that has expired by now, in its slot, is not republished: another delivery may have been
     # revoked for that, and DEFERRED would be stored over its final state
-    cancelled = cancelled or ("expired" if delivery.expires_in < 0 else None)
+    cancelled = delivery.cancelled or ("expired" if delivery.expires_in < 0 else None)
     error = refusal.error
     is_taken = isinstance(error, LockTaken)
     may_wait = is_taken or refusal.options.on_unreachable == "defer" or cancelled is not None

@@ -52,12 +52,11 @@ class LockedRun:
     """
 
     __slots__ = (
-        "args", "call", "cancelled", "delivery", "done_ttl", "kwargs", "lock", "options",
-        "outcome_stored", "resources", "token", "unlocked",
+        "args", "call", "delivery", "done_ttl", "kwargs", "lock", "options", "outcome_stored",
+        "resources", "token", "unlocked",
     )  # fmt: skip
 
     call: TaskCall
-    cancelled: str | None
     done_ttl: float
     lock: Lock
     options: TaskLockOptions
@@ -86,13 +85,13 @@ class LockedRun:
             )
             raise Ignore("for another queue")
         self._resolve_options()
-        self.cancelled = delivery.cancelled
+        cancelled = delivery.cancelled
         if self.resources:
             if "celery_aio_pool.pool" in sys.modules:
                 refuse_aio_pool(delivery.task)
             self._acquire_or_end()
-        if self.cancelled is not None:  # no other delivery ran it, as the lock has shown
-            outcomes.end_cancelled(delivery, self.cancelled)
+        if cancelled is not None:  # no other delivery ran it, as the lock has shown
+            outcomes.end_cancelled(delivery, cancelled)
         return self._run_body(body) if self.resources else body(*self.args, **self.kwargs)
 
     def _resolve_options(self) -> None:
@@ -163,7 +162,7 @@ class LockedRun:
             release_all(self.lock)  # it may have been granted, and a node failed after that
             before, at = delivery.header.deferral, time_of_nodes(delivery.task.app)
             found = Refusal(refusal, at, self.options, self.resources, self.call, before)
-            outcomes.end_refused(delivery, found, self.cancelled)
+            outcomes.end_refused(delivery, found)
             self.unlocked = True
             registered[RUN] = self
             self._end_claim_at_start()

@@ -37,7 +37,7 @@ MUTANTS = (
            " or (now >= self.valid_until - self.margin and self.expire(now))", ""),
     Mutant("a key that a holder has set again counts at once",
            "lock.model.lease:Lease.renewed", "unit/test_lease.py",
-           "            self.probation[node] = Probation(now)\n", "            pass\n"),
+           "            self.probation[node] = Probation(now, set())\n", "            pass\n"),
     Mutant("a fencing token is used before a quorum of nodes knows it",
            "lock.model.lease:Fence.usable", "unit/test_lease.py",
            "return self.token > 0 and reached >= self._quorum", "return self.token > 0"),
