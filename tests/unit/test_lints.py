@@ -304,7 +304,7 @@ class TestQueues:
 
     @pytest.mark.parametrize(
         ("queues", "names"),
-        [(None, ("celery",)), ({"a": {}, "b": {}}, ("a", "b")), (["a"], ("a",))],
+        [(None, ("celery",)), ({"a": {}, "b": {}}, ("a", "b")), ([Queue("a")], ("a",))],
     )
     def test_queues_are_declared_in_each_way_that_celery_has(
         self, queues: Any, names: tuple[str, ...]
