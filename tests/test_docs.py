@@ -75,8 +75,9 @@ RUN_HERE = [page for page in WITH_PYTHON if name_of(page) not in ON_A_WORKER | I
 
 # what people call these things elsewhere, and so what they look for
 SEARCHED = [
-    "concurrency limit", "cookbook", "idempotent", "mock", "mutex", "overlap", "rate limit",
-    "reentrant", "semaphore", "singleton", "task_cls", "throttle",
+    "concurrency limit", "concurrency per key", "cookbook", "idempotent", "mock", "mutex",
+    "overlap", "per tenant", "rate limit", "reentrant", "semaphore", "singleton", "task_cls",
+    "throttle",
 ]  # fmt: skip
 CODE_COLUMNS = 76
 NOT_FOR_USERS = {"CHANGELOG", "CONTRIBUTING"}

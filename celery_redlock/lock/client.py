@@ -7,12 +7,13 @@ import logging
 import os
 import warnings
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from celery_redlock.errors import QuorumUnreachable, SettingsError
 from celery_redlock.lock.engine.session import Session
 from celery_redlock.lock.lock import Lock
+from celery_redlock.lock.model.keys import in_order
 from celery_redlock.lock.model.options import ClientOptions, Guard, LockOptions, grace_period
 from celery_redlock.lock.platform.clock import platform_for
 from celery_redlock.lock.platform.threads import is_patched_by_eventlet, uninterruptible
@@ -84,7 +85,7 @@ class Redlock:
         ttl: float = 30.0,
         wait: float = 0.0,
         renew: bool = True,
-        limit: int = 1,
+        limit: int | Mapping[str, int] = 1,
         fencing: bool = False,
         max_hold: float | None = None,
     ) -> Lock:
@@ -92,16 +93,17 @@ class Redlock:
 
         ttl: seconds that a node keeps the key without a renewal, so the time until the lock of a
         dead holder expires. wait: seconds that `acquire` and `with` wait for the lock. renew:
-        whether the watchdog renews the lock every ttl/3. limit: number of holders at one time;
-        above 1 neither with several resources nor with fencing. fencing: whether each holder gets a
-        `fencing_token`. max_hold: seconds after which renewal stops. Raises SettingsError.
+        whether the watchdog renews the lock every ttl/3. limit: number of holders at one time.
+        Of several resources, a mapping from a resource to its number; one that it leaves out has
+        one holder. fencing: whether each holder gets a `fencing_token`; only with limit 1.
+        max_hold: seconds after which renewal stops. Raises SettingsError.
         """
         level = f"{type(self).__name__}.lock"
         resources = check_resources(level, resource)
-        check_permits(level, limit=limit, fencing=fencing, resources=resources)
+        limits = check_permits(level, limit=limit, fencing=fencing, names=resources)
         options = LockOptions(
-            resources=resources,
-            limit=limit,
+            resources=in_order(resources, limits) if limits else resources,
+            limits=limits,
             fencing=fencing,
             ttl=check_ttl(level, "ttl", ttl, self.node_timeout, self.max_ttl),
             wait=check_wait(level, "wait", wait),

@@ -47,9 +47,11 @@ class Lock:
         self._clock = self._session.clock
         self._holds: list[Hold] = []  # one for each acquire that is not released yet
         self._last: Hold | None = None  # the last acquire, to report why it has ended
-        prefix, ttl = self._session.options.prefix, options.ttl
-        # without those of a semaphore's further permits
-        self._keys = [LockKey(prefix, resource, ttl) for resource in options.resources]
+        prefix, ttl, limits = self._session.options.prefix, options.ttl, options.limits
+        self._keys = [
+            LockKey(prefix, resource, ttl, limits[resource] if limits and resource in limits else 1)
+            for resource in options.resources
+        ]
 
     @property
     def resource(self) -> str:

@@ -12,7 +12,7 @@ import math
 import random
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
-from typing import Any
+from typing import Any, TypeGuard
 
 from celery_redlock.errors import CLOSED, LockLost, LockTaken, QuorumUnreachable, set_waited
 from celery_redlock.lock.engine.acquirer import Failure
@@ -144,12 +144,14 @@ class Attempts:
         be older than their last reconnect.
         """
         session, clock, hold = self._session, self._clock, self._hold
-        caller = Caller(self._keys[0].resource, self._options.limit, session.guard.wall())
+        caller = Caller(self._keys[0].resource, self._keys[0].limit, session.guard.wall())
         if self._is_of_another(first, caller):
-            caller.resource = first.resource
+            caller.resource, caller.limit = first.resource, first.limit
         # before it joins, so that an exception ends its wait
         hold.end_wait = lambda: session.callers.leave(caller)  # a forked child has its own callers
         session.callers.join(caller)
+        if caller.limit > 1:  # rivals that kept each other from a permit announce no roll-back
+            caller.plan(Step(LOOK), clock.now() + random.uniform(TURN, 2 * TURN))  # noqa: S311
         failure: Failure | None = first
         tried_at, hopeless_at, tries = clock.now(), clock.now() + HOPELESS, 0
         while failure is not None and (now := clock.now()) < until and not session.is_closed:
@@ -175,7 +177,7 @@ class Attempts:
         hold.end_wait = None
         return failure
 
-    def _is_of_another(self, failure: Failure, caller: Caller) -> bool:
+    def _is_of_another(self, failure: Failure, caller: Caller) -> TypeGuard[LockTaken]:
         """Return whether another resource of the lock than the caller waits for was refused."""
         is_other = isinstance(failure, LockTaken) and failure.resource != caller.resource
         return is_other and any(failure.resource == key.resource for key in self._keys)
@@ -221,7 +223,7 @@ class Attempts:
         refusal = self._try()
         if refusal is not None and self._is_of_another(refusal, caller):
             # the try released the others that it had got, which wakes those that wait for them
-            callers.move(caller, refusal.resource)
+            callers.move(caller, refusal.resource, refusal.limit)
         elif refusal is not None:
             callers.inbox.changed(caller.resource, anew=True)
         return refusal

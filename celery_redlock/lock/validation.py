@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from celery_redlock.errors import SettingsError
@@ -119,22 +120,38 @@ def check_wait(level: str, name: str, wait: object, *, most: float = LONGEST) ->
     return float(wait)  # type: ignore[arg-type]
 
 
-def check_limit(level: str, name: str, limit: object) -> int:
-    if type(limit) is not int or not 1 <= limit <= MOST_PERMITS:
-        raise SettingsError(
-            level, name, repr(limit), f"must be a whole number from 1 to {MOST_PERMITS}"
-        )
+def check_limit(level: str, name: str, limit: Any) -> Any:
+    """Return a limit, or a mapping with one for each name; raises SettingsError."""
+    for one in limit.values() if isinstance(limit, Mapping) else [limit]:
+        if type(one) is not int or not 1 <= one <= MOST_PERMITS:
+            hint = f"must be a whole number from 1 to {MOST_PERMITS}, or a mapping to such numbers"
+            raise SettingsError(level, name, repr(limit), hint)
     return limit
 
 
-def check_permits(level: str, *, limit: object, fencing: object, resources: Sequence[str]) -> None:
-    """Reject options that exclude each other; raises SettingsError."""
-    permits = check_limit(level, "limit", limit)
+def check_permits(
+    level: str, *, limit: Any, fencing: object, names: Sequence[str]
+) -> dict[str, int] | None:
+    """Return the limits above 1 by name, None without one; raises SettingsError.
+
+    names: of resources, or templates. A name that a mapping leaves out has the limit 1.
+    """
     if not isinstance(fencing, bool):
         raise SettingsError(level, "fencing", repr(fencing), "must be True or False")
-    if permits > 1 and len(resources) > 1:
-        hint = "permits above 1 are of one resource: name one, or leave the limit at 1"
-        raise SettingsError(level, "limit", repr(limit), hint)
-    if permits > 1 and fencing:
-        hint = "holders side by side have no order, so no fencing tokens: limit=1, or no fencing"
-        raise SettingsError(level, "limit", repr(limit), hint)
+    if type(limit) is int and limit == 1:  # most locks
+        return None
+    check_limit(level, "limit", limit)
+    wrong = functools.partial(SettingsError, level, "limit", repr(limit))
+    if isinstance(limit, Mapping):
+        unknown = [name for name in limit if name not in names]
+        if unknown:
+            known = ", ".join(map(repr, names)) or "none that a mapping can name"
+            raise wrong(f"{unknown[0]!r} is not in the key, whose resources are {known}")
+        above = {name: one for name, one in limit.items() if one > 1}
+    else:
+        if len(names) > 1:
+            raise wrong(f"one number is of one resource: name it, as {{{names[0]!r}: {limit}}}")
+        above = dict.fromkeys(names or ("",), limit)  # "": each call has a name of its own
+    if above and fencing:
+        raise wrong("holders have no order, so no fencing tokens: limit=1, or no fencing")
+    return above or None

@@ -166,6 +166,7 @@ def _all(app: Any) -> Iterator[Lint]:
             hint = "a run without its lock has no fencing token: use 'defer' or 'fail'"
             yield Lint(WARNING, str(on_unreachable.source), "'run'", hint)
     yield from _shared_limits(tasks)
+    yield from _limits_of_all_arguments(app, tasks)
     yield from _acknowledgement(_locking(app))
     yield from _memory(app, tasks)
 
@@ -321,8 +322,13 @@ def _shared_limits(tasks: Sequence[TaskInQueue]) -> Iterator[Lint]:
     sharing: dict[str, dict[int, list[str]]] = {}
     for task, options in tasks:
         config, limit, queue = config_of(task), options["limit"].value, options.queue
-        for shape in dict.fromkeys(config.shapes(config.options_for(queue), queue)):
-            sharing.setdefault(shape, {}).setdefault(limit, []).append(task.name)
+        if callable(limit):
+            continue
+        shapes = config.shapes(config.options_for(queue), queue)
+        by_shape = dict(zip(shapes, templates_of(options["key"].value), strict=True))
+        for shape, template in by_shape.items():
+            own = limit.get(template, 1) if isinstance(limit, Mapping) else limit
+            sharing.setdefault(shape, {}).setdefault(own, []).append(task.name)
     for shape, by_limit in sharing.items():
         if len(by_limit) > 1:
             of_each = "; ".join(f"limit={n}: {_listed(names)}" for n, names in by_limit.items())
@@ -331,6 +337,26 @@ def _shared_limits(tasks: Sequence[TaskInQueue]) -> Iterator[Lint]:
                 "alone: set one limit"
             )
             yield Lint(WARNING, f"lock {shape!r}: limit", " and ".join(map(str, by_limit)), hint)
+
+
+def _limits_of_all_arguments(app: Any, tasks: Sequence[TaskInQueue]) -> Iterator[Lint]:
+    """Give limits on the default key: so many may run with equal arguments, and all with others."""
+    without_key = [task.name for task, _ in tasks if not decides_key(config_of(task).task_options)]
+    found = [
+        (options["limit"].source, options["limit"].value)
+        for _, options in tasks
+        if options["key"].value is None and options["args"].value is None
+    ]
+    for pattern, level in settings_of(app).queues.items():
+        if without_key and not decides_key(level):
+            found.append((OptionSource.at("queues", "limit", pattern), level.get("limit", 1)))
+    for source, limit in found:
+        if type(limit) is int and limit > 1:
+            hint = (
+                "no key is named, so it is of each set of arguments, and calls with others run "
+                'beside them: set a key, as "{task}" or "{queue}"'
+            )
+            yield Lint(WARNING, str(source), str(limit), hint)
 
 
 def _acknowledgement(tasks: Sequence[LockedTask]) -> Iterator[Lint]:

@@ -109,10 +109,13 @@ class LockedTask(Task):
             wait = check_wait(f"task {self.name!r}", "lock_for(wait=...)", kwargs.pop("wait"))
         queue = queue_of_send(self, args, kwargs)
         options = config.options_for(queue)
-        resources = in_order(config.resources(options, TaskCall(self, args, kwargs, queue)))
+        call = TaskCall(self, args, kwargs, queue)
+        resources = config.resources(options, call)
         if not resources:
             raise RedlockError(f"{self.name} takes no lock: its lock_key is False")
-        return lock_of(self, options, resources, f"lock_for {self.name}", wait=wait)
+        limits = config.limits(options, call, resources)
+        ordered, label = in_order(resources, limits), f"lock_for {self.name}"
+        return lock_of(self, options, ordered, label, limits, wait=wait)
 
     def lock_options(
         self, queue: str | None = None, lock: Mapping[str, Any] | None = None

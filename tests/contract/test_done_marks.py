@@ -23,13 +23,15 @@ AWAY = 2.0  # s
 
 
 def lock_of(
-    redlock: Redlock, since: float | None = None, run: str = RUN, resource: Any = "r", **terms: Any
-) -> Lock:
+    redlock: Redlock, since: float | None = None, run: str = RUN, resource: Any = "r",
+    limit: int = 1, **terms: Any,
+) -> Lock:  # fmt: skip
     """Return the lock of a run that may be delivered again; since: what it asks, None nothing."""
     resources = (resource,) if isinstance(resource, str) else tuple(resource)
     terms = {"ttl": 30.0, "wait": 0.0, "renew": True, "max_hold": None, **terms}
     mark, label = CompletionMarker(run, KEPT, since), f"{run} w1@here"
-    return Lock(redlock, LockOptions(resources, marker=mark, label=label, **terms))
+    limits = dict.fromkeys(resources, limit) if limit > 1 else None
+    return Lock(redlock, LockOptions(resources, marker=mark, label=label, limits=limits, **terms))
 
 
 def ends(redlock: Redlock, **lock: Any) -> None:

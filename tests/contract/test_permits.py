@@ -6,16 +6,20 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from itertools import takewhile
 from typing import Any
 
 import pytest
-from redis import Redis, ResponseError
+from redis import Redis
 
-from celery_redlock import Lock, LockTaken, Redlock
+from celery_redlock import Lock, LockTaken, Redlock, SettingsError
+from celery_redlock.lock.lock import acquisitions_of
 from celery_redlock.lock.model.keys import completion_key, guard_keys, lock_key
+from celery_redlock.lock.model.options import CompletionMarker, LockOptions
 from celery_redlock.lock.server.requests import PERMIT, RELEASE
 from celery_redlock.testing import EmbeddedNode
-from tests.conftest import Nodes, settle, settled
+from tests.conftest import Nodes, eventually, is_free, keys_on, settle, settled
+from tests.contract.conftest import at_once
 
 BASE = lock_key("redlock", "r")
 RUN, QUIET = guard_keys("redlock")
@@ -118,10 +122,24 @@ class TestScript:
         assert ask(client, reads_marker=True)[-1] >= 100_000
         assert ask(client, "theirs", asked="0", reads_marker=True)[-1] >= 100_000
 
-    def test_a_key_of_another_type_is_an_error(self, client: Redis) -> None:
+    def test_a_late_request_for_any_permit_leaves_the_one_that_is_held_by_now(
+        self, client: Redis
+    ) -> None:
+        """A reclaim has set permit 1, while an older request left the value under permit 0."""
+        for permit in range(2):
+            client.set(key_of(permit), "mine", px=9_000)
+        assert ask(client, first=0) == [1, 0, "000"]
+        assert client.get(key_of(1)) == "mine"
+
+    def test_a_key_of_another_type_counts_as_taken_and_stops_no_release(
+        self, client: Redis
+    ) -> None:
         client.rpush(key_of(0), "of another program")
-        with pytest.raises(ResponseError, match="WRONGTYPE"):
-            ask(client)
+        assert ask(client) == [1, 1, "100"]
+        assert ask(client, "theirs", asked="0")[::2] == [0, "", "110"]
+        words = "mine", "", "3"
+        assert client.eval(RELEASE.source.decode(), 2, BASE, "waiting", *words) == 1
+        assert not client.exists(key_of(1))
         assert client.llen(key_of(0)) == 1
 
     def test_a_release_deletes_whichever_permit_has_the_value(self, client: Redis) -> None:
@@ -241,3 +259,141 @@ class TestRounds:
         assert value == nodes[1].client().get(key_of(2))
         assert nodes[2].client().get(key_of(0)) is None
         lock.release()
+
+
+DOCTOR, CLINIC = "doctor:7", "clinic:x"
+LIMITS = {CLINIC: 2}
+
+
+def standing_on(nodes: Nodes) -> list[set[str]]:
+    """Return the locks that stand on each node, without their prefix."""
+    return [{name.partition("}:lock:")[2] for name in names} for names in keys_on(nodes)]
+
+
+def scripts_for(node: EmbeddedNode, name: str, during: Callable[[], object]) -> int:
+    """Return how many commands name a key while something is done."""
+    with node.client().monitor() as monitor:
+        during()
+        node.client().echo("the end")
+        said = iter(monitor.listen())
+        lines = [one["command"] for one in takewhile(lambda one: "the end" not in str(one), said)]
+    return sum(f"lock:{name}" in line for line in lines)
+
+
+class TestLimitsPerKey:
+    def visit(self, client: Redlock, doctor: str, **options: Any) -> Lock:
+        """Return the lock on a doctor of the clinic, named in the order that is not the lock's."""
+        return client.lock([CLINIC, doctor], limit=LIMITS, **options)
+
+    def test_each_key_has_its_own_limit(self, nodes: Nodes, rivals: list[Redlock]) -> None:
+        first, second, third, *_ = rivals
+        with self.visit(first, "doctor:1", wait=60), self.visit(second, "doctor:2", wait=60):
+            with pytest.raises(LockTaken) as refused:
+                self.visit(third, "doctor:3").acquire()
+            assert (refused.value.resource, refused.value.limit) == (CLINIC, 2)
+            settle(third)
+            assert all("doctor:3" not in standing for standing in standing_on(nodes))
+        with pytest.raises(LockTaken) as refused, first.lock("doctor:1", wait=60):
+            self.visit(second, "doctor:1").acquire()
+        assert (refused.value.resource, refused.value.limit) == ("doctor:1", 1)
+        for rival in rivals:
+            settle(rival)
+        assert standing_on(nodes) == [set()] * 3
+
+    def test_whom_the_doctor_refuses_never_asks_for_a_permit_of_the_clinic(
+        self, nodes: Nodes, redlock: Redlock, rival: Redlock
+    ) -> None:
+        with rival.lock(DOCTOR, wait=60):
+            settle(rival)
+            refused = self.visit(redlock, DOCTOR)
+            assert scripts_for(nodes[0], CLINIC, refused.try_acquire) == 0
+        assert refused.resource == f"{DOCTOR}, {CLINIC}"  # "clinic" sorts before "doctor"
+
+    def test_keys_with_one_holder_go_first_in_their_order_and_then_permits_in_theirs(
+        self, redlock: Redlock
+    ) -> None:
+        limit = {"a": 2, "c": 3}
+        lock = redlock.lock(["d", "c", "b", "a"], limit=limit)
+        assert lock.resource == "b, d, a, c"
+        with lock:
+            keys = [lease.key for lease in acquisitions_of(lock)[0].leases]
+            assert [(key.resource, key.limit) for key in keys] == [
+                ("b", 1), ("d", 1), ("a", 2), ("c", 3),
+            ]  # fmt: skip
+
+    def test_who_waits_has_no_key_and_waits_for_the_one_that_refused(
+        self, nodes: Nodes, redlock: Redlock, rival: Redlock
+    ) -> None:
+        """First for the clinic, and when that has a permit free, for the doctor."""
+        taken: list[Lock] = []
+        waiting = self.visit(redlock, DOCTOR, wait=60)
+        with ExitStack() as full:
+            for _ in range(2):
+                lock = rival.lock(CLINIC, limit=2, wait=60)
+                at_once(lambda lock=lock: taken.append(lock.acquire()))
+            thread = threading.Thread(target=waiting.acquire)
+            thread.start()
+            full.callback(thread.join)
+            callers = redlock.session.callers
+            eventually(lambda: callers.resources() == [CLINIC])
+            assert callers.line(CLINIC)[0].limit == 2
+            eventually(lambda: is_free(nodes, DOCTOR))
+            doctor = rival.lock(DOCTOR, wait=60).acquire()
+            for lock in taken:
+                releaser = rival.session.releaser
+                releaser.release(acquisitions_of(lock)[0])
+            eventually(lambda: callers.resources() == [DOCTOR])
+            assert callers.line(DOCTOR)[0].limit == 1
+            eventually(lambda: is_free(nodes, CLINIC) and is_free(nodes, f"{CLINIC}#1"))
+            doctor.release()
+        eventually(lambda: waiting.held)
+
+    def test_an_outer_lock_covers_an_inner_one_key_by_key(self, redlock: Redlock) -> None:
+        with self.visit(redlock, DOCTOR, wait=60):
+            with redlock.lock(DOCTOR) as inner, redlock.lock(CLINIC, limit=3) as another:
+                assert inner.held
+                assert another.held
+            with pytest.raises(SettingsError, match=r"limit=1: .*clinic:x.*one of 2 permits"):
+                redlock.lock([CLINIC, DOCTOR]).acquire()
+
+    def test_a_run_whose_keys_are_all_permits_locks_its_own_name_first(
+        self, redlock: Redlock, rival: Redlock
+    ) -> None:
+        mark = CompletionMarker("1:t:0:0", 60.0, None)
+        terms = {"ttl": 30.0, "wait": 0.0, "renew": True, "max_hold": None, "marker": mark}
+
+        def run(client: Redlock, **limits: int) -> Lock:
+            label = f"{mark.run} w1@here"
+            return Lock(client, LockOptions(("p", "q"), label=label, limits=limits, **terms))
+
+        with run(redlock, p=2, q=3) as lock:
+            (held,) = acquisitions_of(lock)
+            assert [one.key.resource for one in held.leases] == ["run:1:t:0:0", "p", "q"]
+            with pytest.raises(LockTaken) as refused:
+                run(rival, p=2, q=3).acquire()
+            assert (refused.value.resource, refused.value.limit) == ("run:1:t:0:0", 1)
+        with run(redlock, q=3) as lock:
+            (held,) = acquisitions_of(lock)
+            assert [one.key.resource for one in held.leases] == ["p", "q"]
+
+    def test_of_two_limits_for_one_key_the_larger_counts(self, rivals: list[Redlock]) -> None:
+        two, three = {CLINIC: 2}, {CLINIC: 3}
+        with ExitStack() as stack:
+            for number, limit in enumerate((two, two, three)):
+                lock = rivals[number].lock([CLINIC, f"doctor:{number}"], limit=limit, wait=60)
+                stack.enter_context(lock)
+            for limit in (two, three):
+                assert not rivals[3].lock([CLINIC, "doctor:4"], limit=limit).try_acquire()
+
+    @pytest.mark.parametrize(
+        ("limit", "fencing", "words"),
+        [
+            (2, False, "of one resource"), ({"b": 0}, False, "from 1 to 1000"),
+            ({"c": 2}, False, "'c' is not in the key"), ({"b": 2}, True, "no fencing tokens"),
+        ],
+    )  # fmt: skip
+    def test_wrong_ones_are_refused(
+        self, redlock: Redlock, limit: Any, fencing: bool, words: str
+    ) -> None:
+        with pytest.raises(SettingsError, match=words):
+            redlock.lock(["a", "b"], limit=limit, fencing=fencing)

@@ -744,10 +744,10 @@ def test_a_worker_remembers_a_refusal_while_a_message_waits_for_that_lock(
         stage.admit("waits", "a")
         stage.clock.ahead += 60.0
         stage.turn_for(TURN)
-        refusal = stage.room.refusal_of(request, ("a",), 1)
+        refusal = stage.room.refusal_of(request, {"a": 1})
         assert refusal is not None
         assert (refusal.holder, refusal.expires_in) == ("holder", None)
-        assert stage.room.refusal_of(request, ("b",), 1) is None
+        assert stage.room.refusal_of(request, {"b": 1}) is None
 
 
 def test_a_worker_does_not_remember_every_refusal(make_stage: MakeStage, nodes: Nodes) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import ctypes
 import dataclasses
@@ -500,6 +501,30 @@ def permitted(self: Any, key: str, also: str = "anybody", until: str = "") -> No
         if until:
             wait_for_file(until)
         time.sleep(0.05)
+
+
+def held_until(self: Any, first: str, second: str, until: str = "") -> None:
+    """Write under two names; then go on until a file of the third name is there."""
+    with written(first), written(second):
+        if until:
+            wait_for_file(until)
+        time.sleep(0.05)
+
+
+visit = own_key(name="tests.visit", lock_key=["clinic:{first}", "doctor:{second}"],
+                lock_limit={"clinic:{first}": 2}, lock_ttl=TTL)(held_until)  # fmt: skip
+of_queue = own_key(name="tests.of_queue", lock_ttl=TTL)(held_until)
+also_of_queue = own_key(name="tests.also_of_queue", lock_ttl=TTL)(held_until)
+
+
+def limit_in_file(task: Any, args: Any, kwargs: Any) -> Any:
+    """Return what a file says by now, in Python, of the first argument's limit."""
+    write("asked", args[0])
+    return ast.literal_eval(LOG.with_name(f"limit-{args[0]}").read_text())
+
+
+adapts = own_key(name="tests.adapts", lock_key="adapts:{first}", lock_ttl=TTL,
+                 lock_limit=limit_in_file)(held_until)  # fmt: skip
 
 
 @locked(lock_key="p:{key}")

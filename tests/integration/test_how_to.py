@@ -32,7 +32,7 @@ pytestmark = pytest.mark.slow
 GUIDES = (
     "debounce", "deduplicate-calls", "idempotent-writes", "limit-concurrency",
     "lock-outside-tasks", "lock-several-resources", "long-running-tasks",
-    "per-queue-and-per-call-options", "skip-overlapping-runs",
+    "per-queue-and-per-call-options", "several-limits", "skip-overlapping-runs",
 )  # fmt: skip
 QUEUES = ("celery", "imports", "tenant-7")
 START = ROOT / "docs" / "getting-started" / "first-locked-task.md"
@@ -250,6 +250,35 @@ def test_no_more_run_at_once_than_the_limit(guides: Guides) -> None:
     assert len(runs_of("ask_partner")) == guide.module.ask_partner.lock_limit == 3
     held.unlink()
     eventually(lambda: len(runs_of("ask_partner")) == 10)
+
+
+def test_a_doctor_and_a_clinic_have_limits_of_their_own(guides: Guides) -> None:
+    guide, held = guides["several-limits"], guides.hold("see_patient")
+    send, _ = guide.snippets
+    imports, *calls = [line for line in send.splitlines() if line]
+    of_doctor, of_clinic = guide.shown()[0].splitlines()
+    for call, begun, logged in zip(
+        calls, (1, 1, 2, 2), ("", of_doctor, "", of_clinic), strict=True
+    ):
+        guide.run(f"{imports}\n{call}")
+        eventually(lambda begun=begun: len(runs_of("see_patient")) == begun)
+        if logged:
+            guides.see_logged(logged)
+    assert [patient for *_, patient in runs_of("see_patient")] == ["ann", "cleo"]
+    held.unlink()
+    eventually(lambda: len(runs_of("see_patient")) == 8)
+
+
+def test_a_tenant_has_as_many_places_as_the_table_says(guides: Guides) -> None:
+    task, held = guides["several-limits"].module.sync_tenant, guides.hold("sync_tenant")
+    sent = [task.delay(tenant, part) for tenant in ("big-tenant", "small") for part in range(4)]
+    eventually(lambda: len(runs_of("sync_tenant")) == 4)
+    eventually(lambda: sum(result.state == "DEFERRED" for result in sent) == 4)
+    assert sorted(tenant for _, tenant, _ in runs_of("sync_tenant")) == ["big-tenant"] * 3 + [
+        "small"
+    ]
+    held.unlink()
+    assert results_of(sent)[0] == "0 of big-tenant"
 
 
 def test_one_file_of_a_customer_goes_in_at_a_time(guides: Guides) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from celery_redlock import SettingsError
 from celery_redlock.testing import WorkerProcess
 from tests.conftest import TTL, Nodes, eventually
 from tests.integration.conftest import MakeStage, Stage, overlaps
@@ -96,6 +97,79 @@ def test_workers_with_old_and_new_settings_together_are_never_more_than_the_larg
     assert not overlaps(intervals["held"]), "the old worker's limit is 1"
     assert overlaps(intervals["waiting"]), "the new worker's limit is larger"
     stage.see_freed("p:k", "p:k#1", "p:k#2")
+
+
+def test_each_doctor_sees_one_at_a_time_and_the_clinic_two(stage: Stage, key: str) -> None:
+    """Of seven visits two of other doctors run; who waits names the key that refused it."""
+    until = f"{key}-go"
+    first = stage.tasks.visit.delay(key, f"{key}-1", until)
+    eventually(lambda: begun(stage, f"{key}-1") == 1)
+    of_same = [stage.tasks.visit.delay(key, f"{key}-1") for _ in range(3)]
+    for result in of_same:
+        stage.see_deferred(result)
+    others = [stage.tasks.visit.delay(key, f"{key}-{n}", until) for n in (2, 3, 4)]
+    eventually(lambda: begun(stage, key) == 2)
+    eventually(lambda: sum(stage.deferrals(result) >= 1 for result in others) == 2)
+    assert {stage.info(one)["result"]["resource"] for one in of_same} == {f"doctor:{key}-1"}
+    deferred = [one for one in map(stage.info, others) if one["status"] == "DEFERRED"]
+    assert [one["result"]["resource"] for one in deferred] == [f"clinic:{key}"] * 2
+    assert begun(stage, key) == 2
+    go(stage, until)
+    for result in (first, *of_same, *others):
+        result.get(timeout=120)
+    intervals = stage.intervals()
+    assert (len(intervals[key]), most_at_once(intervals[key])) == (7, 2)
+    assert not overlaps(intervals[f"{key}-1"])
+    stage.see_freed(f"clinic:{key}", f"clinic:{key}#1", *(f"doctor:{key}-{n}" for n in "1234"))
+
+
+def test_a_callable_is_asked_at_each_try_where_the_run_is(
+    stage: Stage, worker: WorkerProcess, key: str
+) -> None:
+    said, until = stage.log.with_name(f"limit-{key}"), f"{key}-go"
+    said.write_text("1")
+    results = [stage.tasks.adapts.delay(key, f"{key}-1", until) for _ in range(3)]
+    eventually(lambda: begun(stage, key) == 1)
+    eventually(lambda: sum(stage.deferrals(result) >= 1 for result in results) == 2)
+    said.write_text(repr({"adapts:{first}": 2}))
+    results.append(stage.tasks.adapts.delay(key, f"{key}-2", until))
+    eventually(lambda: begun(stage, key) == 2)
+    go(stage, until)
+    for result in results:
+        result.get(timeout=120)
+    assert most_at_once(stage.intervals()[key]) == 2
+    asked = [line.pid for line in stage.lines("asked") if line.key == key]
+    assert len(asked) >= 4
+    assert worker.pid not in asked
+    for wrong in ("0", "'2'", "{'adapts': 2}"):
+        said.write_text(wrong)
+        with pytest.raises(SettingsError, match=r"task 'tests.adapts': limit="):
+            stage.tasks.adapts.delay(key, "nobody").get(timeout=120)
+    assert not begun(stage, "nobody")
+
+
+def test_two_at_once_in_a_queue_over_all_workers_and_tasks_without_a_key(
+    make_stage: MakeStage, nodes: Nodes
+) -> None:
+    stage = make_stage(nodes, redlock_queues={"hel*": {"key": "{queue}", "limit": 2}})
+    for name in ("w1", "w2"):
+        stage.worker(name, queues=["held"], concurrency=3)
+    tasks = (stage.tasks.of_queue, stage.tasks.also_of_queue)
+    results = [
+        task.apply_async(("of queue", f"{task.name} {n}", "go"), queue="held")
+        for task in tasks
+        for n in range(2)
+    ]
+    own = stage.tasks.visit.apply_async(("x", "y"), queue="held", lock={"limit": {}})
+    assert own.get(timeout=120) is None  # a task with a key of its own
+    eventually(lambda: begun(stage, "of queue") == 2)
+    eventually(lambda: sum(stage.deferrals(result) >= 1 for result in results) == 2)
+    assert begun(stage, "of queue") == 2
+    go(stage, "go")
+    for result in results:
+        result.get(timeout=120)
+    assert most_at_once(stage.intervals()["of queue"]) == 2
+    stage.see_freed("held", "held#1")
 
 
 @pytest.mark.slow

@@ -51,7 +51,8 @@ def test_deferred_names_the_resource_that_is_held_and_keeps_none_of_the_others(
         assert stage.info(result)["result"]["resource"] == f"k:{y}"
         # all or none: the other one is free for whoever needs that alone
         assert stage.tasks.work.delay(x).get(timeout=120) == 0
-    assert result.get(timeout=120) == f"k:{x}, k:{y}"
+    both = f"k:{x}, k:{y}"
+    assert result.get(timeout=120) == stage.tasks.transfer.lock_for(y, x).resource == both
 
 
 def test_a_call_may_name_several_and_then_no_permits(stage: Stage, key: str) -> None:

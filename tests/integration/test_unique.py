@@ -481,7 +481,8 @@ class TestWhoeverSends:
         entry = ScheduleEntry("tick", task.name, args=(key,), schedule=schedule(1.0), app=stage.app)
         scheduler = Scheduler(stage.app, lazy=True)
         with task.lock_for(key, wait=60):
-            ticks = [scheduler.apply_async(entry, advance=False) for _ in range(3)]
+            producer = scheduler.producer  # beat's and redbeat's services send by it
+            ticks = [scheduler.apply_async(entry, producer, advance=False) for _ in range(3)]
             assert len({tick.id for tick in ticks}) == 1
         ticks[0].get(timeout=60)
         assert len(ran(stage, key)) == 1

@@ -33,8 +33,9 @@ class Profile:
     bases, slow, worst: of `network.Path`. drift: the fraction that clients allow for; every
     clock's rate is off by up to half of it. span: s within which faults begin.
     wall_error: s that calendars are off. deafens: subscriptions break. amnesia: nodes forget who
-    waits. runs: of so many names, each of which may be delivered
-    to every client, and again after its end. sends: messages that are sent once, of so many names.
+    waits. limits: of each resource, in place of `limit`. runs: of so many names, each of which may
+    be delivered to every client, and again after its end. sends: messages that are sent once, of so
+    many names.
     """
 
     name: str
@@ -69,6 +70,7 @@ class Profile:
     short_writes: float = 0.0
     cold: float = 0.05
     limit: int = 1
+    limits: tuple[int, ...] = ()
     fencing: float = 0.0
     resources: int = 1
     runs: int = 0
@@ -103,6 +105,11 @@ PROFILES = {
         Profile("permits", limit=5, clients=(5, 6), sections=(0.05, 0.3), breaks=1.0, jams=0.7,
                 restarts=0.2, stops=0.3, cuts=0.3),
         Profile("several", resources=3, breaks=0.3, jams=0.5, restarts=0.2),
+        Profile("limits-per-key", resources=3, limits=(2, 1, 3), clients=(4, 5), patient=0.4,
+                rounds=5, sections=(0.02, 0.3), breaks=0.5, jams=0.5, restarts=0.2, stops=0.3,
+                cuts=0.3, events=(70, 150, 300)),
+        Profile("twins-with-limits-per-key", runs=2, resources=2, limits=(3, 2), clients=(3, 4),
+                sections=(0.02, 0.3), breaks=0.3, jams=0.5, restarts=0.2, cuts=0.3),
         Profile("twins", runs=2, sections=(0.02, 0.3), breaks=0.5, jams=0.7, slow=0.05, rounds=5),
         Profile("twins-with-permits", runs=2, limit=2, sections=(0.02, 0.3), breaks=0.3, jams=0.5),
         Profile("sends", sends=2, clients=(3,), rounds=6, pauses=(0.01, 0.05), events=(70, 150),

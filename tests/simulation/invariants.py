@@ -11,7 +11,7 @@ and answers, and what the clients believe. Each invariant has a name and a funct
 - `leases_end_before_keys`: in real time, no lease that a node gave outlives its key there
 - `probation_does_not_count`: a node on probation is none of those that make the validity
 - `silent_nodes_grant_nothing`: a node that lost memory grants nothing new during its silence
-- `one_permit`: no node keeps a value under two permits of a lock
+- `one_permit`: no node that reclaimed nothing keeps a value under two permits of a lock
 - `ended_before_release`: nothing is held any more when the first byte of its release leaves
 - `nothing_after_release`: after its release nothing is written of a token but its release
 - `fences_grow`: each holder's fencing token is greater than all before
@@ -99,6 +99,7 @@ class Record:
     sent: list[float]
     ends: list[float]
     released: set[int]  # nodes to which its release was written
+    reclaimed: set[int] = field(default_factory=set)  # nodes: a late request may add a permit there
     was_held: bool = False
     is_over: bool = False  # it was held, and is not any more
     was_whole: bool = False  # a quorum had kept it, or their word, when its release was written
@@ -236,7 +237,8 @@ class Witness:
             key = record.key
             if script == "permit":
                 key = record.base + (b"#%d" % answer[1] if answer[1] else b"")
-                self._check_permits(record, node)
+                if index not in record.reclaimed:
+                    self._check_permits(record, node)
             record.ends[index] = max(record.ends[index], node.end_of(key, record.value))
             self._favoured(record, node, script, words)
         elif script in GRANTING and first == -1:
@@ -251,6 +253,7 @@ class Witness:
     def _favoured(self, record: Record, node: Node, script: str, words: list[bytes]) -> None:
         if script == "renew" and is_repair(words):
             self.world.counts["repairs"] += 1
+            record.reclaimed.add(node.index)
         if script in GRANTING and (record.run, record.base) in node.freed:
             record.too_late.add(node.index)
         # one that is behind may not know it yet: then its vote must not count (`one_holder`)

@@ -210,8 +210,8 @@ def unowned_renew() -> Iterator[None]:
 @mutant("one_holder", "truth", profile="lossy")
 def unowned_release() -> Iterator[None]:
     """A release deletes whatever stands there."""
-    line = "if redis.call('GET', name) == ARGV[1] then"
-    text = without(RELEASE, line, instead="if redis.call('GET', name) then")
+    line = "redis.call('GET', KEYS[1]) == ARGV[1] and"
+    text = without(RELEASE, line, instead="redis.call('GET', KEYS[1]) and")
     with patched_scripts({RELEASE: text}):
         yield
 
@@ -252,7 +252,14 @@ def reuse_token() -> Iterator[None]:
 @mutant("one_permit", profile="permits")
 def a_second_permit() -> Iterator[None]:
     """A request sent twice gets a second permit, for the script does not look for its value."""
-    text = without(PERMIT, "  if current == value then", instead="  if false then")
+    text = without(
+        PERMIT,
+        "  if current == value and (not asked or asked == i - 1) then",
+        "    ours = ours or i - 1",
+        "  elseif current == value then",
+        "    redis.call('DEL', names[i])",
+        "  end\n",
+    )
     with patched_scripts({PERMIT: text}):
         yield
 

@@ -117,9 +117,10 @@ class Worker:
             return self._send() if draw() < 0.6 else self._end_window()
         resources, fencing = self._resources(), draw() < profile.fencing
         wait = self.random.choice((0.3, 5.0)) if self.patient else 0.0
+        limits = dict(zip("abc", profile.limits, strict=False))
         lock = self.process.redlock.lock(
-            resources, ttl=TTL, wait=wait,
-            renew=draw() < profile.renews, limit=profile.limit, fencing=fencing,
+            resources, ttl=TTL, wait=wait, renew=draw() < profile.renews, fencing=fencing,
+            limit={name: limits[name] for name in resources} if limits else profile.limit,
         )  # fmt: skip
         if profile.runs:
             return self._delivery(lock)

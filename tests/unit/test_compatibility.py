@@ -40,7 +40,7 @@ NOT_THEIRS = {
 }
 # attributes that are set on objects of ours, or on a new ExceptionInfo
 NOT_REPLACED = {
-    *("app", "args", "capacity", "children", "eta", "exception", "lock", "release"),
+    *("app", "args", "capacity", "children", "eta", "exception", "limit", "lock", "release"),
     *("traceback", "type", "wake"),
 }
 SKIPPED = {"asyncio", "commands", "contrib", "tests"}  # folders of theirs, to save time

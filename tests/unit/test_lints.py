@@ -72,6 +72,7 @@ RETRIED = {"autoretry_for": (OSError,)}
 DIRECT = on_rabbitmq(a_queue("celery", "direct", "quorum"))
 PREFETCH = "worker_prefetch_multiplier"
 MINE = "task 'shop.f': lock_"
+TWO = {"key": "{queue}", "limit": 2}
 CASES: list[tuple[str, App, App, str, str]] = [
     ("a retry delay above the visibility timeout",
      partial(shop, ON_REDIS, task={**RETRIED, "default_retry_delay": 3601}),
@@ -101,9 +102,18 @@ CASES: list[tuple[str, App, App, str, str]] = [
     ("a key that is the bare name of an argument", partial(shop, lock={"key": ["x", "a"]}),
      partial(shop, lock={"key": ["x", "{a}"]}), "warning", f"{MINE}key"),
     ("a queue's option beside which the task's cannot stand",
-     partial(shop, {"redlock_queues": {"celery": {"limit": 2}}}, lock={"fencing": True}),
-     partial(shop, {"redlock_queues": {"celery": {"limit": 2}}}), "warning",
+     partial(shop, {"redlock_queues": {"celery": TWO}}, lock={"fencing": True}),
+     partial(shop, {"redlock_queues": {"celery": TWO}}), "warning",
      "task 'shop.f' in queue 'celery': limit"),
+    ("permits of each set of arguments", partial(shop, lock={"limit": 2}),
+     partial(shop, lock={"limit": 2, "args": ["a"]}), "warning", f"{MINE}limit"),
+    ("permits of each set of arguments, in a queue that a call may name",
+     partial(shop, {"redlock_queues": {"partner-*": {"limit": 2}}}),
+     partial(shop, {"redlock_queues": {"partner-*": TWO}}), "warning",
+     "queue 'partner-*': redlock_queues['partner-*']['limit']"),
+    ("permits for the app, of each set of arguments", partial(shop, {"redlock_limit": 2}),
+     partial(shop, {"redlock_limit": 2, "redlock_key": "{task}"}), "warning",
+     "app: redlock_limit"),
     ("early acknowledgement",
      partial(shop, task={"acks_late": False, "reject_on_worker_lost": False}), shop, "advice",
      "acks_late"),
@@ -150,7 +160,7 @@ def test_metrics_are_told_if_the_library_that_counts_them_is_missing(
 
 
 def test_a_task_that_cannot_be_meant_leaves_other_tasks_their_lints() -> None:
-    conf = {"redlock_queues": {"celery": {"limit": 2}}, PREFETCH: 0}
+    conf = {"redlock_queues": {"celery": TWO}, PREFETCH: 0}
     tasks = {"bad": {"lock_fencing": True}, "good": {"lock_renew": False}}
     assert said(shop_of(conf, tasks)) == [
         ("warning", "task 'bad' in queue 'celery': limit"),
@@ -214,9 +224,17 @@ def test_tasks_share_a_lock_where_one_of_several_keys_is_the_same() -> None:
     assert [one.setting for one in found] == ["lock 'y:{}': limit"]
 
 
-@pytest.mark.parametrize("key", ["{task}:{digest}", None, lambda *_: "x"])
+@pytest.mark.parametrize("key", ["{task}:{digest}", "{task}", lambda *_: "x"])
 def test_tasks_whose_keys_name_them_or_are_not_known_share_no_lock(key: Any) -> None:
     assert not several({"redlock_key": key}, a={"limit": 2}, b={"limit": 3})
+
+
+def test_a_mapping_gives_each_of_several_keys_its_own_limit_and_a_callable_is_not_asked() -> None:
+    keys = {"key": ["x:{a_id}", "y:{a_id}"], "limit": {"y:{a_id}": 2}}
+    assert not several({}, a=keys, b={"key": "y:{b_id}", "limit": 2})
+    assert not several({}, a={**keys, "limit": lambda *_: 1 / 0}, b={"key": "y:{b_id}"})
+    (found,) = several({}, a=keys, b={"key": "x:{b_id}", "limit": 2})
+    assert (found.setting, found.value) == ("lock 'x:{}': limit", "1 and 2")
 
 
 def test_errors_stand_first_and_advice_last() -> None:
@@ -286,7 +304,7 @@ class TestQueues:
 
     @pytest.mark.parametrize(
         ("queues", "names"),
-        [(None, ("celery",)), ({"a": {}, "b": {}}, ("a", "b")), (["a"], ("a",))],
+        [(None, ("celery",)), ({"a": {}, "b": {}}, ("a", "b")), ([Queue("a")], ("a",))],
     )
     def test_queues_are_declared_in_each_way_that_celery_has(
         self, queues: Any, names: tuple[str, ...]

@@ -72,7 +72,7 @@ def test_an_option_is_shown_as_each_level_writes_it(name: str) -> None:
     levels = f"- **Set as:** `lock_{name}` (task), `redlock_{name}` (app), `{name}` (call, queue)"
     assert levels in lines
     takes_callables = "a callable at task and app level only" in lines
-    assert takes_callables == (name in ("key", "on_conflict"))
+    assert takes_callables == (name in ("key", "on_conflict", "limit"))
 
 
 def tasks_of(example: str) -> list[Any]:

@@ -15,6 +15,7 @@ from kombu.utils.json import dumps, loads
 from redis.sentinel import Sentinel
 
 from celery_redlock import Backoff, LockedTask, SettingsError
+from celery_redlock.lock.model.keys import in_order
 from celery_redlock.lock.validation import check_nodes
 from celery_redlock.tasks.per_app import settings_of
 from celery_redlock.tasks.settings.app import APP_SETTING, AppSettings, OptionSource, pattern_for
@@ -447,13 +448,13 @@ class TestTheTables:
         assert OPTION[name].check(*OptionSource.at("app", name), default) == default
 
     @pytest.mark.parametrize("name", OPTION)
-    def test_a_callable_is_taken_by_two_options(self, name: str) -> None:
+    def test_a_callable_is_taken_by_three_options(self, name: str) -> None:
         refused = None
         try:
             plan(**{name: lambda *_: "x"})
         except SettingsError as error:
             refused = error
-        assert (refused is None) == (name in ("key", "on_conflict"))
+        assert (refused is None) == (name in ("key", "on_conflict", "limit"))
 
 
 class TestOptionsThatExcludeEachOther:
@@ -499,6 +500,112 @@ class TestOptionsThatExcludeEachOther:
         assert resource(made, 1) == resource(made, 1, 1) == "x:1"
         with pytest.raises(SettingsError, match=r"task 'shop.f': limit=2: .*of one resource"):
             resources(made, 1, 2)
+
+
+CLINIC = ("doctor:{a}", "clinic:{b}")
+TEN = {"clinic:{b}": 10}
+
+
+def limits(made: TaskLockConfig, *args: Any, call: Any = None) -> dict[str, int] | None:
+    options, this = made.options_for("celery", call), TaskCall("the task", args, {}, "celery")
+    return made.limits(options, this, made.resources(options, this))
+
+
+class TestLimitsPerKey:
+    def test_a_mapping_gives_each_template_its_limit_and_the_others_one(self) -> None:
+        assert limits(plan(key=CLINIC, limit=TEN), 7, "x") == {"clinic:x": 10}
+        assert limits(plan(key=CLINIC, limit=dict.fromkeys(CLINIC, 3)), 7, "x") == {
+            "doctor:7": 3, "clinic:x": 3,
+        }  # fmt: skip
+        assert limits(plan(key=CLINIC, limit={"clinic:{b}": 1}), 7, "x") is None
+        assert limits(plan(key=CLINIC, limit={}), 7, "x") is None
+        assert limits(plan(key="a", limit={"a": 2}), 7) == limits(plan(key="a", limit=2), 7)
+
+    def test_it_may_stand_at_each_level_and_travel_in_a_message(self) -> None:
+        assert limits(plan({"redlock_limit": TEN}, key=CLINIC), 7, "x") == {"clinic:x": 10}
+        queues = {"redlock_queues": {"celery": {"key": ["{queue}", "all"], "limit": {"all": 2}}}}
+        assert limits(plan(queues), 7) == {"all": 2}
+        carried = loads(dumps({"limit": {"clinic:{b}": 4}}))
+        assert limits(plan(key=CLINIC, limit=TEN), 7, "x", call=carried) == {"clinic:x": 4}
+        assert limits(plan(key=CLINIC, limit=TEN), 7, "x", call={"key": False}) is None
+
+    @pytest.mark.parametrize("args", [("x", "x"), ("x", "x", "more")])
+    @pytest.mark.parametrize("limit", [{"k:{a}": 5, "k:{b}": 3}, {"k:{a}": 3, "k:{b}": 5}])
+    def test_two_templates_that_give_one_resource_are_one_permit_of_the_smaller_limit(
+        self, args: Any, limit: dict[str, int]
+    ) -> None:
+        assert limits(plan(key=("k:{a}", "k:{b}"), limit=limit), *args) == {"k:x": 3}
+        assert limits(plan(key=("k:{a}", "k:{b}"), limit={"k:{a}": 3}), *args) is None
+
+    def test_a_callable_is_asked_each_time_with_the_call(self) -> None:
+        asked, answers = [], iter([TEN, {}, dict.fromkeys(CLINIC, 2)])
+
+        def limit(*call: Any) -> Any:
+            asked.append(call)
+            return next(answers)
+
+        made = plan({"redlock_limit": limit}, key=CLINIC)
+        found = [limits(made, 7, "x") for _ in range(3)]
+        assert found == [{"clinic:x": 10}, None, {"doctor:7": 2, "clinic:x": 2}]
+        assert asked == [("the task", (7, "x"), {})] * 3
+        assert limits(plan(key="one", limit=lambda *_: 4), 1) == {"one": 4}
+        several = plan(key=lambda *_: ["m", "p"], limit=lambda *_: {"p": 4})
+        assert limits(several, 1) == {"p": 4}
+
+    @pytest.mark.parametrize(
+        ("returned", "words"),
+        [
+            (0, "from 1 to 1000"), (1001, "from 1 to 1000"), (None, "from 1 to 1000"),
+            (True, "from 1 to 1000"), ({"clinic:{b}": 1.5}, "from 1 to 1000"),
+            (2, "of one resource"), ({"clinic:x": 2}, "'clinic:x' is not in the key"),
+        ],
+    )  # fmt: skip
+    def test_what_a_callable_must_not_return_ends_the_run(self, returned: Any, words: str) -> None:
+        made = plan(key=CLINIC, limit=lambda *_: returned)
+        with pytest.raises(SettingsError, match=rf"task 'shop.f': limit=.*: .*{words}"):
+            limits(made, 7, "x")
+
+    def test_what_a_callable_raises_or_returns_beside_fencing_ends_the_run(self) -> None:
+        with pytest.raises(SettingsError, match=r"lock_limit=.*the callable raised ZeroDivision"):
+            limits(plan(key=CLINIC, limit=lambda *_: 1 // 0), 7, "x")
+        with pytest.raises(SettingsError, match="no fencing tokens"):
+            limits(plan(key=CLINIC, limit=lambda *_: TEN, fencing=True), 7, "x")
+        assert limits(plan(key=CLINIC, limit=lambda *_: {}, fencing=True), 7, "x") is None
+
+    @pytest.mark.parametrize(
+        ("lock", "words"),
+        [
+            ({"key": CLINIC, "limit": {"clinic": 2}}, "'clinic' is not in the key, whose"),
+            ({"key": CLINIC, "limit": {7: 2}}, "7 is not in the key"),
+            ({"key": CLINIC, "limit": {"clinic:{b}": 0}}, "from 1 to 1000"),
+            ({"key": CLINIC, "limit": {"clinic:{b}": 1001}}, "from 1 to 1000"),
+            ({"key": CLINIC, "limit": 2}, r"name it, as \{'doctor:\{a\}': 2\}"),
+            ({"key": CLINIC, "limit": TEN, "fencing": True}, "no fencing tokens"),
+            ({"limit": {"{task}": 2}}, "none that a mapping can name"),
+            ({"key": lambda *_: "a", "limit": {"a": 2}}, "none that a mapping can name"),
+        ],
+    )
+    def test_wrong_ones_are_found_when_the_task_is_compiled(
+        self, lock: dict[str, Any], words: str
+    ) -> None:
+        with pytest.raises(SettingsError, match=words) as caught:
+            plan(**lock)
+        assert caught.value.name in ("limit", "lock_limit")
+
+    def test_no_message_brings_a_callable(self) -> None:
+        with pytest.raises(SettingsError, match="task and app level only"):
+            plan().check_call({"limit": lambda *_: 2})
+        with pytest.raises(SettingsError, match=r"'clinic:\{b\}' is not in the key"):
+            plan(key=CLINIC, limit=TEN).check_call({"key": "other"})
+
+    @given(st.lists(st.tuples(st.text(max_size=3), st.integers(1, 3)), min_size=1, max_size=6))
+    def test_those_with_one_holder_are_locked_first_and_each_kind_in_order(
+        self, drawn: list[tuple[str, int]]
+    ) -> None:
+        above = {name: limit for name, limit in dict(drawn).items() if limit > 1}
+        ordered = in_order([name for name, _ in drawn], above)
+        plain = in_order(name for name, _ in drawn if name not in above)
+        assert ordered == (*plain, *in_order(above))
 
 
 class TestSentinels:

@@ -99,7 +99,7 @@ def test_who_is_named_third_acts_after_two_turns(callers: Callers) -> None:
 
 def test_a_caller_that_waits_for_another_resource_hears_of_that_one(callers: Callers) -> None:
     (caller,) = join(callers, "a")
-    callers.move(caller, "b")
+    callers.move(caller, "b", 1)
     (other,) = join(callers, "a")
     name(callers, "a")
     assert (why(caller), why(other)) == (None, ACTED)
@@ -143,7 +143,7 @@ def test_later_releases_put_off_no_step(callers: Callers) -> None:
 def test_one_that_was_refused_something_else_holds_up_nobody(callers: Callers) -> None:
     first, second = join(callers, "a", "a")
     name(callers, "a")
-    callers.move(first, "b")
+    callers.move(first, "b", 1)
     assert callers.first_of(second) is second
     assert why(second) == ACTED
     name(callers, "b")

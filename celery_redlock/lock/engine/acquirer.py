@@ -32,6 +32,7 @@ from celery_redlock.lock.transport.command import Command
 
 IMPLAUSIBLE = "FENCE is far ahead of the other nodes"
 ROUNDS_IN_TTL = 4  # number of rounds that must fit into a ttl
+UNCLEAR_SPLITS = 2  # tries more, if nodes have permits free that no quorum shares
 LONGEST_ROLLBACK = 0.01  # seconds, the longest pause between the two rounds of a try
 
 Failure = LockTaken | QuorumUnreachable
@@ -67,6 +68,7 @@ class Acquirer:
         core, clock = self.core, self._clock
         acquisition, started = Acquisition(options, keys, hold.owner), clock.now()
         hold.add(acquisition)  # before its request leaves, so that an exception releases it
+        acquisition.splits = hold.splits
         failure = self._lock_keys(acquisition)
         if failure is None and options.fencing:
             failure = self.confirm_fencing_token([acquisition])
@@ -92,21 +94,21 @@ class Acquirer:
         return None
 
     def _lock_keys(self, acquisition: Acquisition) -> Failure | None:
-        """Lock each key in order, or one permit.
+        """Lock each key in order: those with one holder, then one permit of each of the others.
 
-        A run that may be delivered again also locks its own name, if another delivery of it may
-        hold the lock with another limit.
+        A run that may be delivered again locks its own name first, if another delivery of it may
+        hold other permits of all its keys, or hold them with other limits.
         """
-        options = acquisition.options
-        marker, is_semaphore = options.marker, options.limit > 1
-        keys: Sequence[LockKey] = () if is_semaphore else acquisition.keys
-        if marker is not None and (is_semaphore or marker.is_redelivered):
-            keys = [LockKey(self.core.options.prefix, f"run:{marker.run}", options.ttl), *keys]
+        marker, keys = acquisition.options.marker, acquisition.keys
+        if marker is not None and (keys[0].limit > 1 or marker.is_redelivered):
+            prefix, ttl = self.core.options.prefix, acquisition.options.ttl
+            keys = [LockKey(prefix, f"run:{marker.run}", ttl), *keys]
         for key in keys:
-            failure = self._lock_key(acquisition, key)
+            lock = self._lock_key if key.limit == 1 else self._lock_permit
+            failure = lock(acquisition, key)
             if failure is not None:
                 return failure
-        return self._lock_permit(acquisition) if is_semaphore else None
+        return None
 
     def _lock_key(self, acquisition: Acquisition, key: LockKey) -> Failure | None:
         """Run one round for one key."""
@@ -150,8 +152,8 @@ class Acquirer:
             return None
         return self._failed(round_, lease, acquisition, time_is_up=time_is_up)
 
-    def _lock_permit(self, acquisition: Acquisition) -> Failure | None:
-        """Try to get one permit, in at most two rounds.
+    def _lock_permit(self, acquisition: Acquisition, key: LockKey) -> Failure | None:
+        """Try to get one permit of a key, in at most two rounds.
 
         If rivals share the nodes, the second round is for a permit that a quorum has free; or, if
         there is none, for any, a moment later, because rivals roll back. A redelivery begins with
@@ -159,30 +161,32 @@ class Acquirer:
         """
         marker = acquisition.options.marker
         if marker is not None and marker.is_redelivered:
-            failure, _ = self._ask_permit(acquisition, asked=0)
+            failure, _ = self._ask_permit(acquisition, key, asked=0)
             is_own = isinstance(failure, LockTaken) and is_of_run(failure.holder, marker.run)
             if is_own or not isinstance(failure, LockTaken):
                 return failure  # the holder is this same run, in another delivery of its message
             self._releaser.roll_back_last(acquisition)
-        failure, round_ = self._ask_permit(acquisition)
+        failure, round_ = self._ask_permit(acquisition, key)
         if not isinstance(failure, LockTaken) or not round_.is_free_somewhere:
             return failure
         self._releaser.roll_back_last(acquisition)
         permit = round_.takable()
         if permit is None:
             self._clock.sleep(random.uniform(0, LONGEST_ROLLBACK))  # noqa: S311 - no secret
-        failure, round_ = self._ask_permit(acquisition, permit)
+        failure, round_ = self._ask_permit(acquisition, key, permit)
         if isinstance(failure, LockTaken):
-            acquisition.was_split = round_.takable() is not None
+            # a permit of single nodes may be one that rivals give back now, or a holder's
+            is_unclear = round_.is_free_somewhere and acquisition.splits < UNCLEAR_SPLITS
+            acquisition.was_split = is_unclear or round_.takable() is not None
         return failure
 
     def _ask_permit(
-        self, acquisition: Acquisition, asked: int | None = None
+        self, acquisition: Acquisition, key: LockKey, asked: int | None = None
     ) -> tuple[Failure | None, PermitRound]:
         """Ask all nodes for one permit; asked: for this one only."""
         core, options = self.core, acquisition.options
-        prefix, limit = core.options.prefix, options.limit
-        key = LockKey(prefix, acquisition.keys[0].resource, options.ttl, limit)
+        limit = key.limit
+        key = LockKey(core.options.prefix, key.resource, key.ttl, limit)  # it becomes a permit's
         lease = self.new_lease(options, key)
         acquisition.leases.append(lease)  # as for a plain key
         core.events.claiming(acquisition, lease)
@@ -223,7 +227,7 @@ class Acquirer:
         if tally.taken(time_is_up=time_is_up):
             # the one that most of the refusing nodes have is shown
             holder, _, ttl = parts_of(max(values, key=values.count, default=""))
-            limit = acquisition.options.limit
+            limit = lease.key.limit
             return LockTaken(resource, holder, round_.expires_in(), ttl=ttl, limit=limit)
         return QuorumUnreachable(
             resource, round_.causes(nodes.all, time_is_up=time_is_up), nodes.quorum

@@ -19,8 +19,8 @@ LOOK_AGAIN = 3 * TURN  # seconds between two looks for which no majority names t
 class Caller:
     """A thread or coroutine that waits until a lock may be free; it sleeps on its own wake-up.
 
-    resource: that it waits for; of several, the one that refused it. limit: of its lock, because a
-    resource may be free for a higher limit only. since: seconds since 1970 by the nodes' clocks.
+    resource: that it waits for; of several, the one that refused it. limit: of this resource, which
+    may be free for a higher limit only. since: seconds since 1970 by the nodes' clocks.
     step, due: why it may act, and from which monotonic second; None and inf: not yet. looked_at:
     the monotonic second of its last look at the nodes. was_first: it leaves as the first one.
     """
@@ -119,10 +119,10 @@ class Callers:
             if gone:  # another thread has just joined
                 self._lines.setdefault(caller.resource, gone).update(gone)
 
-    def move(self, caller: Caller, resource: str) -> None:
+    def move(self, caller: Caller, resource: str, limit: int) -> None:
         """Let a caller wait for another one of its resources, which has refused it."""
         self.leave(caller)
-        caller.resource = resource
+        caller.resource, caller.limit = resource, limit
         self.join(caller)
 
     def pass_over(self, caller: Caller) -> None:

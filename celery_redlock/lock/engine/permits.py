@@ -83,23 +83,25 @@ class PermitRound(AcquireRound):
         raise UnexpectedReplyError(reply)
 
     def _count(self, node: int, vote: Vote) -> None:
-        """Count a node's vote; decide once the votes still due cannot change what to do next."""
-        bit, tally = 1 << node, self.tally
-        if not self._due & bit:
-            return
-        self._due ^= bit
-        permits = [permit for permit, _, _ in self._offers.values()]
+        """Count the votes so far; decide once those still due cannot change what to do next.
+
+        It counts all of them each time, as an exception may have cut the count of an earlier one.
+        """
+        tally, permits = self.tally, [permit for permit, _, _ in self._offers.values()]
         best = max(permits, key=permits.count, default=0)
         granted = permits.count(best)
         if granted >= tally.quorum and self._chosen is None:
-            self._chosen = best
             self._lease.key.choose(best)
+            self._chosen = best
+        if self._chosen is not None:
             for other in list(self._offers):
-                self._settle_on(best, other)
+                self._settle_on(self._chosen, other)
+        voted = self._voted
+        withheld = {*self.abstaining, *self.errors} - voted
         # after that: who sees a quorum here begins the lease
-        tally.granted, tally.refused = granted, len(permits) - granted + len(self._held_by)
-        tally.withheld += vote is not GRANTED and vote is not REFUSED
-        due = self._due.bit_count()
+        tally.granted, tally.refused = granted, len(voted) - granted
+        tally.withheld = len(withheld)
+        due = tally.nodes - len(voted) - len(withheld)
         if tally.reached or not due or (tally.impossible and self._is_known(due)):
             self.decide()
 
@@ -119,8 +121,8 @@ class PermitRound(AcquireRound):
             self._lease.granted.add(node)
             self._lease.confirm(node, sent, run_id)
         elif self.wanted and node not in self._moved:
-            self._moved.add(node)
             self._resend(node, self.command(permit), None)
+            self._moved.add(node)  # last: cut before this, it is asked again, which has no effect
 
     @property
     def is_free_somewhere(self) -> bool:

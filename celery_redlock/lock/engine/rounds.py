@@ -174,7 +174,7 @@ class AcquireRound(Round):
     def expires_in(self) -> float | None:
         """Return the seconds until a quorum of nodes is free without renewals; None if unknown."""
         waits = [math.inf] * self.tally.nodes
-        for node in self._lease.granted.copy():
+        for node in self._voted:
             waits[node] = 0.0
         for node, other in self._held_by.copy().items():
             waits[node] = other.expires_in
@@ -192,7 +192,7 @@ class AcquireRound(Round):
 
     @property
     def _voted(self) -> set[int]:
-        return {*self._lease.granted, *self._held_by}
+        return {*self._lease.granted.copy(), *self._held_by.copy()}
 
 
 class RenewRound(Round):

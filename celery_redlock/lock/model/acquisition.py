@@ -46,7 +46,8 @@ class Acquisition:
 
     __slots__ = ("_at_risk_told", "_last_renewal", "_loss_told", "_reclaim_at",
                  "abandoned", "acquired_at", "ended_at", "holds", "keys", "leases", "leeway",
-                 "number", "options", "owner", "releases", "renew_at", "was_split")  # fmt: skip
+                 "number", "options", "owner", "releases", "renew_at", "splits",
+                 "was_split")  # fmt: skip
 
     def __init__(self, options: LockOptions, keys: Sequence[LockKey], owner: Owner) -> None:
         self.options, self.keys, self.owner = options, keys, owner
@@ -63,6 +64,7 @@ class Acquisition:
         self.ended_at: float | None = None  # monotonic seconds: the end of the run under the lock
         self._at_risk_told = self._loss_told = False
         self.releases: list[Any] = []  # of its keys, while they are written
+        self.splits = 0  # as of its hold when it began
         self.was_split = False  # it was refused, although no other client got a quorum either
 
     @property
@@ -130,9 +132,12 @@ class Acquisition:
         if not self.held(now):
             raise LockLost(resource, self.reason)
         own = self.options
-        if own.limit > options.limit:
-            hint = f"is held here as one of {own.limit} permits, which excludes nobody: nest it "
-            raise SettingsError("Lock", "limit", f"{options.limit}", hint + "with the same limit")
+        if own.limits:
+            of_own, wanted = own.limits.get(resource, 1), (options.limits or {}).get(resource, 1)
+            if of_own > wanted:
+                hint = f"{resource!r} is held here as one of {of_own} permits, which excludes "
+                hint += "nobody: nest it with the same limit"
+                raise SettingsError("Lock", "limit", f"{wanted}", hint)
         if options.fencing and not own.fencing:
             hint = f"{resource!r} is held here without a fencing token: take the outer one with"
             raise SettingsError("Lock", "fencing", "True", f"{hint} fencing=True")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from celery_redlock.lock.transport.command import encoded
 
@@ -79,12 +79,16 @@ def fence_key(prefix: str) -> str:
     return f"{{{prefix}}}:fence"
 
 
-def in_order(resources: Iterable[str]) -> tuple[str, ...]:
+def in_order(resources: Iterable[str], permits: Collection[str] | None = None) -> tuple[str, ...]:
     """Return each resource once, in the order in which all clients acquire several.
 
-    One order for all clients prevents deadlocks.
+    One order for all clients keeps them from refusing each other. permits: the resources with a
+    limit above 1. They are last, so that nobody has a permit who is then refused by a plain lock.
     """
-    return tuple(sorted(set(resources), key=encoded))
+    ordered = sorted(set(resources), key=encoded)
+    if permits:
+        ordered.sort(key=permits.__contains__)
+    return tuple(ordered)
 
 
 def name_of_all(resources: Sequence[str]) -> str:

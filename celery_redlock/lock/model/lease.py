@@ -70,22 +70,25 @@ class LockKey:
     until the nodes have chosen one. base: the key of permit 0. ttl: seconds.
     """
 
-    __slots__ = ("base", "limit", "name", "packed_limit", "packed_name", "permit", "resource",
-                 "ttl", "ttl_ms", "waiting")  # fmt: skip
+    __slots__ = ("_base", "base", "limit", "name", "packed_limit", "packed_name", "permit",
+                 "resource", "ttl", "ttl_ms", "waiting")  # fmt: skip
 
     def __init__(self, prefix: str, resource: str, ttl: float, limit: int = 1) -> None:
         self.resource, self.ttl, self.limit = resource, ttl, limit
-        self.permit, self.name = 0, lock_key(prefix, resource)
+        self.permit, self._base = 0, lock_key(prefix, resource)
+        self.name = self._base
         self.base = self.packed_name = encode_text(self.name)
         self.packed_limit = _ONE if limit == 1 else encode_bulk(b"%d" % limit)
         self.waiting = encode_text(waiting_key(prefix, resource))
         self.ttl_ms = _encode_ttl(ttl)
 
     def choose(self, permit: int) -> None:
-        """Become the key of a permit: the one that a quorum of nodes has granted."""
-        if permit:
-            self.permit, self.name = permit, f"{self.name}#{permit}"
-            self.packed_name = encode_text(self.name)
+        """Become the key of a permit: the one that a quorum of nodes has granted.
+
+        A second call has no effect: an exception may have cut the first one.
+        """
+        self.permit, self.name = permit, f"{self._base}#{permit}" if permit else self._base
+        self.packed_name = encode_text(self.name)
 
 
 @functools.lru_cache(maxsize=64)  # a program has few of them, and each lock asks
@@ -213,7 +216,7 @@ class Lease:
         if self.state is ACQUIRING or self.state is HELD:
             ends, end = self.ends, sent + self._span
             self._runs[node] = run_id
-            if end > ends[node]:
+            if end >= ends[node]:  # also equal: an exception may have cut the first call
                 ends[node] = end
                 if self.probation:
                     self._recount()

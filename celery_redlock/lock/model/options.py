@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 
@@ -57,9 +58,10 @@ class LockOptions:
     """The options of one lock.
 
     resources: in the order of `keys.in_order`. label: the holder, for people; "" for the process
-    that acquires. sender: of signals, None for the `Redlock` itself. marker: of the run that takes
-    the lock. With a limit above 1 such a run also locks its own name, because another delivery
-    would just take another permit.
+    that acquires. sender: of signals, None for the `Redlock` itself. limits: those above 1, by
+    resource; None: one holder of each. marker: of the run that takes the lock. If each resource has
+    a limit above 1, such a run also locks its own name, because another delivery would just take
+    another permit.
     """
 
     resources: tuple[str, ...]
@@ -69,7 +71,7 @@ class LockOptions:
     max_hold: float | None
     label: str
     sender: object = None
-    limit: int = 1
+    limits: Mapping[str, int] | None = None
     fencing: bool = False
     marker: CompletionMarker | None = None
 

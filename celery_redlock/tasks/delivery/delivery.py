@@ -42,9 +42,9 @@ class Deferral:
     refused, by the clocks of the lock nodes: those of two workers may be an hour apart. countdown:
     seconds from `at` to its next try. resource: the one that refused, of all `resources` of its
     lock. holder: the holder's label, "" if unknown. expires_in: seconds from `at` to the end of the
-    holder's lease, None if unknown; no message carries these two. limit: that of the lock asked
-    for. is_taken: False if no quorum voted. why: for people. waits_for_release: the message has no
-    budget and no callable to ask, so it may wait for longer than its countdown.
+    holder's lease, None if unknown; no message carries these two. limit: that of
+    `resource`. is_taken: False if no quorum voted. why: for people. waits_for_release: the message
+    has no budget and no callable to ask, so it may wait for longer than its countdown.
     A redelivery that waits for its first delivery has `at` and `countdown` alone.
     """
 

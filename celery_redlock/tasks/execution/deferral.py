@@ -108,7 +108,7 @@ def decide(refusal: Refusal, countdown_cap: float, uniform: Uniform) -> Decision
         resources=refusal.resources,
         holder="" if taken is None else taken.holder,
         expires_in=None if taken is None else taken.expires_in,
-        limit=options.limit,
+        limit=1 if taken is None else taken.limit,
         is_taken=taken is not None,
         why=describe_refusal(error),
         waits_for_release=waits,

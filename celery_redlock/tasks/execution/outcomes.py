@@ -341,11 +341,11 @@ def defer_untried(sender: Any = None, request: Any = None, **_: Any) -> None:
     rounds to the nodes. So it waits in the worker's memory from the start, and what is told of it
     is what the run would have told.
 
-    It tries if only a run can say what becomes of it: its key or `on_conflict` is a callable, it
-    waits in its slot (`wait`), it may have run elsewhere, or its budget is spent. With quorum
-    queues each message tries: for those Celery cannot raise the prefetch, so messages that wait
-    would keep out all others. If its task has a rate limit, a try that is refused would use up a
-    token, so of each lock one message waits for its rate, and the others wait for that one.
+    It tries if only a run can say what becomes of it: its key, `limit` or `on_conflict` is a
+    callable, it waits in its slot (`wait`), it may have run elsewhere, or its budget is spent. With
+    quorum queues each message tries: for those Celery cannot raise the prefetch, so messages that
+    wait would keep out all others. If its task has a rate limit, a try that is refused would use up
+    a token, so of each lock one message waits for its rate, and the others wait for that one.
 
     sender: Celery's consumer. `admit_received` comes after this, and lets the message wait.
     Source: celery.worker.strategy sends task_received before it reads the request's ETA.
@@ -381,11 +381,15 @@ def _known_refusal(room: WaitingRoom, delivery: Delivery, request: Any) -> Refus
     config = config_of(delivery.task)
     queue = delivery.queue(config.queues)
     options = config.options_for(queue, config.heeded(delivery.header.options))
-    if options.on_conflict != "defer" or options.wait > 0 or callable(options.key):
+    if options.on_conflict != "defer" or options.wait > 0:
+        return None
+    if callable(options.key) or callable(options.limit):  # never called in the event loop
         return None
     call = TaskCall(delivery.task, tuple(request.args), dict(request.kwargs), queue)
     resources = config.resources(options, call)
-    error = room.refusal_of(request, in_order(resources), options.limit)  # as a run asks for them
+    limits = None if options.limit == 1 else config.limits(options, call, resources)
+    asked = dict.fromkeys(in_order(resources, limits), 1)  # in the order in which a run asks
+    error = room.refusal_of(request, {**asked, **(limits or {})})
     if error is None:
         return None
     now = time_of_nodes(delivery.task.app)

@@ -52,12 +52,13 @@ class LockedRun:
     """
 
     __slots__ = (
-        "args", "call", "delivery", "done_ttl", "kwargs", "lock", "options", "outcome_stored",
-        "resources", "token", "unlocked",
+        "args", "call", "delivery", "done_ttl", "kwargs", "limits", "lock", "options",
+        "outcome_stored", "resources", "token", "unlocked",
     )  # fmt: skip
 
     call: TaskCall
     done_ttl: float
+    limits: Mapping[str, int] | None
     lock: Lock
     options: TaskLockOptions
     resources: tuple[str, ...]
@@ -107,7 +108,11 @@ class LockedRun:
         if carried:
             log_call_options(delivery, heeded, config.overridden(queue, self.options))
         self.call = TaskCall(task, self.args, self.kwargs, queue)
-        self.resources = in_order(config.resources(self.options, self.call))
+        resources = config.resources(self.options, self.call)
+        limits = None  # as of most tasks
+        if self.options.limit != 1:
+            limits = config.limits(self.options, self.call, resources)
+        self.resources, self.limits = in_order(resources, limits), limits
 
     def _acquire_or_end(self) -> None:
         """Acquire the lock, or end this delivery; return without a lock if `unlocked` is set.
@@ -149,7 +154,9 @@ class LockedRun:
             delivery, self.done_ttl, is_unique=self.token is not None
         )
         label = label_of_run(str(delivery.run_id), delivery.request.hostname)
-        self.lock = lock_of(delivery.task, self.options, self.resources, label, marker=marker)
+        self.lock = lock_of(
+            delivery.task, self.options, self.resources, label, self.limits, marker=marker
+        )
         registered = delivery.request.__dict__
         registered[RUN] = self  # before the grant leaves, so that task_postrun finds the lock
         try:
@@ -300,13 +307,15 @@ def lock_of(
     options: TaskLockOptions,
     resources: tuple[str, ...],
     label: str,
+    limits: Mapping[str, int] | None,
     *,
     wait: float | None = None,
     marker: CompletionMarker | None = None,
 ) -> Lock:
     """Return the lock that a run with these options takes.
 
-    label: what the nodes show of its holder. wait: seconds, instead of the options'.
+    label: what the nodes show of its holder. limits: those above 1, by resource. wait: seconds,
+    instead of the options'.
     """
     lock_options = LockOptions(
         resources=resources,
@@ -316,7 +325,7 @@ def lock_of(
         max_hold=options.max_hold,
         label=label,
         sender=task,
-        limit=options.limit,
+        limits=limits,
         fencing=options.fencing,
         marker=marker,
     )

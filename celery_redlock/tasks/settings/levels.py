@@ -93,8 +93,10 @@ def check_outside(options: Mapping[str, Any]) -> None:
 def check_together(level: str, options: Mapping[str, Any]) -> None:
     """Raise SettingsError for merged options that are valid one by one, but not together."""
     whole = {**BUILT_IN, **options}
-    limit, fencing = whole["limit"], whole["fencing"]
-    check_permits(level, limit=limit, fencing=fencing, resources=templates_of(whole["key"]))
+    limit, key = whole["limit"], whole["key"]
+    if callable(limit) or (key is False and isinstance(limit, Mapping)):
+        return  # the first is asked by each run, and the second is of no key
+    check_permits(level, limit=limit, fencing=whole["fencing"], names=templates_of(key))
 
 
 def check_built_in(app: AppSettings, options: Mapping[str, Any]) -> None:

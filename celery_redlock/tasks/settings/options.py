@@ -94,7 +94,7 @@ class TaskLockOptions:
     on_give_up: str
     on_lost: str
     on_unreachable: str
-    limit: int
+    limit: Any
     fencing: bool
     unique_for: float | None
     unique_until: str
@@ -157,6 +157,10 @@ def _bool(level: str, name: str, value: Any) -> bool:
     return value
 
 
+def _limit(level: str, name: str, value: Any) -> Any:
+    return value if callable(value) else check_limit(level, name, value)
+
+
 def check_backoff(level: str, name: str, value: Any) -> Backoff:
     """Return the value of an option `backoff`, also from a message; raises SettingsError."""
     wrong = OptionSource(level, name).wrong
@@ -184,7 +188,7 @@ OPTION: Mapping[str, Setting] = {
     "on_give_up": Setting(_one_of("fail", "skip"), "fail"),
     "on_lost": Setting(_one_of("abort", "warn"), "abort"),
     "on_unreachable": Setting(_one_of("defer", "fail", "run"), "defer"),
-    "limit": Setting(check_limit, 1),
+    "limit": Setting(_limit, 1),
     "fencing": Setting(_bool, False),
     "unique_for": Setting(seconds_or_none, None),
     "unique_until": Setting(_one_of("started", "finished", "expired"), "finished"),

@@ -287,8 +287,36 @@ class TaskLockConfig:
         if any(map(is_too_long, found)):
             raise source.wrong(key, f"{_TOO_LONG}; a callable returned more")
         found = in_order(found)
-        check_permits(source.level, limit=options.limit, fencing=options.fencing, resources=found)
+        if not callable(options.limit):
+            check_permits(source.level, limit=options.limit, fencing=options.fencing, names=found)
         return found
+
+    def limits(
+        self, options: TaskLockOptions, call: TaskCall, resources: Sequence[str]
+    ) -> dict[str, int] | None:
+        """Return the limits above 1, by resource; None without one.
+
+        Raises SettingsError for what a callable raises, or if it returns no limit.
+        resources: as `resources` returned them for the call.
+        """
+        limit, source = options.limit, self.source("limit")
+        if not resources:
+            return None
+        if callable(limit):
+            try:
+                limit = limit(call.task, tuple(call.args), dict(call.kwargs))
+            except Exception as error:
+                hint = f"the callable raised {type(error).__name__}: {error}"
+                raise source.wrong(limit, hint) from error
+        names = templates_of(options.key) or resources
+        by_name = check_permits(source.level, limit=limit, fencing=options.fencing, names=names)
+        if by_name is None:
+            return None
+        found: dict[str, int] = {}
+        for name, resource in zip(names, resources, strict=True):
+            own = by_name.get(name, 1)  # two templates may give one resource: the smaller limit
+            found[resource] = min(own, found.get(resource, own))
+        return {resource: own for resource, own in found.items() if own > 1} or None
 
     def _filled(self, template: str, arguments: Mapping[str, Any], queue: str) -> str:
         try:

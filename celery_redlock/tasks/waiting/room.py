@@ -21,7 +21,7 @@ import logging
 import math
 import random
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -202,26 +202,27 @@ class WaitingRoom(bootsteps.StartStopStep):
         is_known = self._refusals or dispatcher.queues.waiting_for_release > 0
         return bool(is_known or dispatcher.has_slots or dispatcher.bucket_of(task_name) is not None)
 
-    def refusal_of(self, request: Any, resources: tuple[str, ...], limit: int) -> LockTaken | None:
+    def refusal_of(self, request: Any, limits: Mapping[str, int]) -> LockTaken | None:
         """Return the refusal that a new message may take for its own; None: it tries.
 
         That is if another message waits here for the same lock, runs here, or was refused just now.
         Of a task with a rate limit one message of each lock waits for its rate, and the others for
-        that one.
+        that one. limits: of the resources that it locks, in the order in which it does.
         """
         dispatcher = self._dispatcher
-        queues = [self._queue_of(resource, limit, request.name) for resource in resources]
+        queues = [self._queue_of(*one, request.name) for one in limits.items()]
         for queue in queues:
+            resource, limit, _ = queue
             with dispatcher.mutex:
                 waits = dispatcher.queues.head(queue) is not None or dispatcher.awaits_rate(queue)
-            run = dispatcher.run_of(queue.resource) if limit == 1 else None
+            run = dispatcher.run_of(resource) if limit == 1 else None
             if run is not None:
                 if run.id == request.id:
                     return None  # this message, delivered once more: DEFERRED would hide its run
                 holder = label_of_run(str(run.delivery.run_id), run.hostname)
-                return LockTaken(queue.resource, holder, None)
+                return LockTaken(resource, holder, None)
             now = self._clock.now()
-            at, known = self._refusals.get(QueueKey(queue.resource, limit), NEVER_REFUSED)
+            at, known = self._refusals.get(QueueKey(resource, limit), NEVER_REFUSED)
             expires_in = known.expires_in
             if now >= at + self._times.remember_refusal:  # by now another may hold it
                 if not waits:
@@ -229,7 +230,7 @@ class WaitingRoom(bootsteps.StartStopStep):
                 expires_in = None
             elif expires_in is not None:
                 expires_in = max(0.0, at + expires_in - now)
-            return LockTaken(queue.resource, known.holder, expires_in, limit=limit)
+            return LockTaken(resource, known.holder, expires_in, limit=limit)
         dispatcher.note_leaving(request, queues)
         return None
 

@@ -1,5 +1,6 @@
 -- Grant one permit of a lock: the one that has our value already (a request sent twice), or a free
--- one. The other permits lose our value, so it has at most one of them.
+-- one. If one permit is asked for, the others lose our value. A request for any deletes nothing: it
+-- may be late, and what it would delete may be the permit that we hold by now.
 -- KEYS  1 the key of permit 0, from which the others have their names   2 the node's run id
 --       3 exists during the node's grace period
 --       4 the run's completion marker; absent if it is not read
@@ -22,28 +23,30 @@ local done = KEYS[4] and ended_for(KEYS[4]) or nil  -- a Lua list ends before a 
 local values, view, ours = redis.call('MGET', unpack(names)), {}, nil
 for i, current in ipairs(values) do
   view[i] = current and current ~= value and '1' or '0'
-  if current == value then
-    if not ours and (not asked or asked == i - 1) then
-      ours = i - 1
-    else
-      redis.call('DEL', names[i])
-    end
+  if current == value and (not asked or asked == i - 1) then
+    ours = ours or i - 1
+  elseif current == value then
+    redis.call('DEL', names[i])
   end
 end
-view = table.concat(view)
 if ours then
   redis.call('PEXPIRE', names[ours + 1], ARGV[2])
-  return {1, ours, view, done}
+  return {1, ours, table.concat(view), done}
 end
 
 local first, last = asked or 0, asked or #names - 1
 local free
-if asked then
-  free = string.sub(view, asked + 1, asked + 1) == '0' and asked or nil
-else
-  free = string.find(view, '0', tonumber(ARGV[4]) + 1, true) or string.find(view, '0', 1, true)
-  free = free and free - 1
+for step = 0, last - first do
+  local permit = asked or (ARGV[4] + step) % #names
+  if view[permit + 1] == '0' then
+    if redis.call('EXISTS', names[permit + 1]) == 0 then
+      free = permit
+      break
+    end
+    view[permit + 1] = '1'  -- another program has written another type
+  end
 end
+view = table.concat(view)
 if not free then
   local soonest, ends = first, math.huge
   for permit = first, last do
@@ -52,13 +55,11 @@ if not free then
       soonest, ends = permit, ms
     end
   end
-  return {0, ends < math.huge and ends or -1, values[soonest + 1], wall(), view, done}
+  local holder = values[soonest + 1] or ''
+  return {0, ends < math.huge and ends or -1, holder, wall(), view, done}
 end
 if redis.call('EXISTS', KEYS[3]) == 1 then
   return {-1, redis.call('PTTL', KEYS[3]), done}
-end
-if redis.call('EXISTS', names[free + 1]) == 1 then  -- another program has written another type
-  return redis.error_reply('WRONGTYPE a permit has another type')
 end
 redis.call('SET', names[free + 1], value, 'PX', ARGV[2])
 return {1, free, view, done}

@@ -11,9 +11,14 @@ if KEYS[3] then
   redis.pcall('SET', KEYS[3], ARGV[4], 'PX', ARGV[5])  -- a full memory must not block the release
 end
 local deleted = 0
-for _, name in ipairs(permits(KEYS[1], ARGV[3])) do
-  if redis.call('GET', name) == ARGV[1] then
-    deleted = redis.call('DEL', name)
+if ARGV[3] == '1' then
+  deleted = redis.call('GET', KEYS[1]) == ARGV[1] and redis.call('DEL', KEYS[1]) or 0
+else
+  local names = permits(KEYS[1], ARGV[3])
+  for i, value in ipairs(redis.call('MGET', unpack(names))) do
+    if value == ARGV[1] then
+      deleted = redis.call('DEL', names[i])
+    end
   end
 end
 if deleted == 1 and ARGV[2] ~= '' then
