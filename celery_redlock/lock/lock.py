@@ -47,11 +47,10 @@ class Lock:
         self._clock = self._session.clock
         self._holds: list[Hold] = []  # one for each acquire that is not released yet
         self._last: Hold | None = None  # the last acquire, to report why it has ended
-        prefix, ttl, limits = self._session.options.prefix, options.ttl, options.limits
-        self._keys = [
-            LockKey(prefix, resource, ttl, limits[resource] if limits and resource in limits else 1)
-            for resource in options.resources
-        ]
+        prefix, limits = self._session.options.prefix, options.limits or {}
+        self._keys: list[LockKey] = []
+        for resource in options.resources:
+            self._keys.append(LockKey(prefix, resource, options.ttl, limits.get(resource, 1)))
 
     @property
     def resource(self) -> str:

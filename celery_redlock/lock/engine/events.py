@@ -109,11 +109,6 @@ class Events:
         if self.journal is not None:
             self.journal.claiming(self._identity, self._clock.now(), acquisition, lease)
 
-    def settled(self, lease: Lease) -> None:
-        """Report that no node keeps a key any more, so that no release is due."""
-        if self.journal is not None:
-            self.journal.settled(lease)
-
     def acquired(self, acquisition: Acquisition) -> None:
         if self.journal is not None:
             self.journal.held(acquisition)

@@ -287,4 +287,6 @@ class KeyRelease:
         """Record that a node needs no release any more; after the last node, report that."""
         self._unsettled &= ~(1 << node)
         if not self._unsettled:
-            self._core.events.settled(self.lease)
+            journal = self._core.events.journal
+            if journal is not None:  # in a forked child: no node keeps the key any more
+                journal.settled(self.lease)
