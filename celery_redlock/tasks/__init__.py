@@ -12,7 +12,7 @@ By topic, from the settings to a worker's start:
 - `reporting.py`: what is stored in the result backend and sent as an event: DEFERRED, SKIPPED.
 - `per_app.py`: the settings and the `Redlock` of an app.
 - `waiting/`, `children/`, `worker_request.py`: a worker's main process: deferred messages, the
-  locks of dead children, a message as Celery keeps it.
+  locks of dead children, and what Celery decides there of a message: revoked, expired, aborted.
 - `startup.py`: an app that finalizes adopts tasks of others; what a worker checks at its start.
 
 Not here: how a lock is acquired (`lock/`), and when Celery calls which part (the module `wiring`).

@@ -3,6 +3,8 @@
 Not here: how bytes travel (`lock/transport`), what is sent to a server (`lock/server`), and the
 arithmetic of leases (`lock/model`). Read `acquirer.py` first, then `renewer.py` and `releaser.py`.
 
+- `releaser.py` also removes what a late request leaves behind, and keeps releases for nodes that
+  are away.
 - `rounds.py` turns replies into votes and leases, `permits.py` for a lock with several holders.
 - `watchdog.py` renews in time and checks deadlines.
 - `events.py` writes the log, and sends the records of the public signals.
