@@ -121,12 +121,12 @@ def check_wait(level: str, name: str, wait: object, *, most: float = LONGEST) ->
 
 
 def check_limit(level: str, name: str, limit: Any) -> Any:
-    """Return a limit, or a mapping with one for each name; raises SettingsError."""
+    """Return a limit, or a dict of its own with one for each name; raises SettingsError."""
     for one in limit.values() if isinstance(limit, Mapping) else [limit]:
         if type(one) is not int or not 1 <= one <= MOST_PERMITS:
             hint = f"must be a whole number from 1 to {MOST_PERMITS}, or a mapping to such numbers"
             raise SettingsError(level, name, repr(limit), hint)
-    return limit
+    return dict(limit) if isinstance(limit, Mapping) else limit
 
 
 def check_permits(

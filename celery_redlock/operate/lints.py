@@ -29,7 +29,12 @@ from celery_redlock.tasks.settings.app import (
     is_glob,
     pattern_for,
 )
-from celery_redlock.tasks.settings.levels import decides_key, one_redis, visibility_timeout
+from celery_redlock.tasks.settings.levels import (
+    KEY_OPTIONS,
+    decides_key,
+    one_redis,
+    visibility_timeout,
+)
 from celery_redlock.tasks.settings.options import EffectiveOptions
 from celery_redlock.tasks.settings.templates import templates_of
 from celery_redlock.tasks.startup import locked_tasks, locks_tasks
@@ -167,6 +172,7 @@ def _all(app: Any) -> Iterator[Lint]:
             yield Lint(WARNING, str(on_unreachable.source), "'run'", hint)
     yield from _shared_limits(tasks)
     yield from _limits_of_all_arguments(app, tasks)
+    yield from _inherited_limits(tasks)
     yield from _acknowledgement(_locking(app))
     yield from _memory(app, tasks)
 
@@ -357,6 +363,22 @@ def _limits_of_all_arguments(app: Any, tasks: Sequence[TaskInQueue]) -> Iterator
                 'beside them: set a key, as "{task}" or "{queue}"'
             )
             yield Lint(WARNING, str(source), str(limit), hint)
+
+
+def _inherited_limits(tasks: Sequence[TaskInQueue]) -> Iterator[Lint]:
+    """Give limits of a queue or the app that hold for a key of a task's own."""
+    inheriting: dict[tuple[str, int], list[str]] = {}
+    for task, options in tasks:
+        own, limit = config_of(task).options, options["limit"]
+        names_key = any(own.get(name) is not None for name in KEY_OPTIONS)
+        if names_key and "limit" not in own and type(limit.value) is int and limit.value > 1:
+            inheriting.setdefault((str(limit.source), limit.value), []).append(task.name)
+    for (source, number), names in inheriting.items():
+        hint = (
+            f"{_listed(names)}: so many runs hold the task's own key at once, which may be meant "
+            "for one: set lock_limit at the task"
+        )
+        yield Lint(WARNING, source, str(number), hint)
 
 
 def _acknowledgement(tasks: Sequence[LockedTask]) -> Iterator[Lint]:

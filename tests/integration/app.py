@@ -525,6 +525,8 @@ def limit_in_file(task: Any, args: Any, kwargs: Any) -> Any:
 
 adapts = own_key(name="tests.adapts", lock_key="adapts:{first}", lock_ttl=TTL,
                  lock_limit=limit_in_file)(held_until)  # fmt: skip
+adapts_late = own_key(name="tests.adapts_late", lock_key="adapts:{first}", lock_ttl=TTL,
+                      lock_limit=limit_in_file, acks_late=True)(held_until)  # fmt: skip
 
 
 @locked(lock_key="p:{key}")

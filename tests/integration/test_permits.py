@@ -148,6 +148,30 @@ def test_a_callable_is_asked_at_each_try_where_the_run_is(
     assert not begun(stage, "nobody")
 
 
+@pytest.mark.parametrize("limit", [1, 2])
+def test_a_redelivery_whose_callable_raises_leaves_the_state_to_its_first_delivery(
+    stage: Stage, key: str, limit: int
+) -> None:
+    said, until = stage.log.with_name(f"limit-{key}"), f"{key}-go"
+    said.write_text(str(limit))
+    args, task_id = (key, f"{key}-1", until), f"{key}-once"
+    first = stage.tasks.adapts_late.apply_async(args, task_id=task_id)
+    eventually(lambda: begun(stage, key) == 1)
+    said.write_text("no limit")
+    again = {"redlock": {"id": task_id, "waits": 1}}
+    stage.tasks.adapts_late.apply_async(args, task_id=task_id, headers=again)
+    eventually(lambda: len([line for line in stage.lines("asked") if line.key == key]) >= 3)
+    assert first.state not in ("FAILURE", "DEFERRED")
+    go(stage, until)
+    assert first.get(timeout=120) is None
+    alone = stage.tasks.adapts_late.apply_async(
+        args, task_id=f"{key}-2", headers={"redlock": {"id": f"{key}-2", "waits": 1}}
+    )
+    with pytest.raises(SettingsError, match="the callable raised"):
+        alone.get(timeout=120)
+    assert first.state == "SUCCESS"
+
+
 def test_two_at_once_in_a_queue_over_all_workers_and_tasks_without_a_key(
     make_stage: MakeStage, nodes: Nodes
 ) -> None:

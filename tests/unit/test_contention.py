@@ -81,8 +81,13 @@ def test_a_message_is_told_from_its_first_try_on() -> None:
 
 @pytest.mark.parametrize(
     ("lock", "waits"),
-    [({}, True), ({"max_wait": 60}, False), ({"on_conflict": lambda contention: "defer"}, False)],
-    ids=["nothing else", "a budget", "a callable"],
+    [
+        ({}, True),
+        ({"max_wait": 60}, False),
+        ({"on_conflict": lambda contention: "defer"}, False),
+        ({"limit": lambda *_: 1}, False),
+    ],
+    ids=["nothing else", "a budget", "a callable", "a limit that may change"],
 )
 def test_a_message_waits_for_a_release_alone_if_nothing_else_can_end_its_wait(
     lock: dict[str, Any], waits: bool

@@ -5,10 +5,12 @@ import inspect
 import tracemalloc
 from collections.abc import Callable
 from decimal import Decimal
+from types import MappingProxyType
 from typing import Any
 
 import pytest
 from celery import Celery
+from celery.exceptions import SoftTimeLimitExceeded
 from hypothesis import given
 from hypothesis import strategies as st
 from kombu.utils.json import dumps, loads
@@ -591,6 +593,36 @@ class TestLimitsPerKey:
         with pytest.raises(SettingsError, match=words) as caught:
             plan(**lock)
         assert caught.value.name in ("limit", "lock_limit")
+
+    def test_a_mapping_is_taken_as_a_dict_of_its_own(self) -> None:
+        given = dict(TEN)
+        made = plan(key=CLINIC, limit=MappingProxyType(given))
+        given["clinic:{b}"] = 3
+        assert limits(made, 7, "x") == {"clinic:x": 10}
+        carried = loads(dumps(made.check_call({"limit": MappingProxyType(TEN)})))
+        assert carried == {"limit": TEN}
+
+    @pytest.mark.parametrize("name", ["key", "limit"])
+    def test_a_soft_time_limit_in_a_callable_is_no_wrong_setting(self, name: str) -> None:
+        def ends(*_: Any) -> Any:
+            raise SoftTimeLimitExceeded
+
+        with pytest.raises(SoftTimeLimitExceeded):
+            limits(plan(**{name: ends}), 7, "x")
+
+    @pytest.mark.parametrize(
+        ("conf", "level"),
+        [
+            ({"redlock_key": CLINIC, "redlock_limit": {"clinic": 2}}, "app"),
+            ({"redlock_queues": {"q*": {"key": "a", "limit": {"b": 2}}}}, r"queue 'q\*'"),
+        ],
+    )
+    def test_a_mapping_that_misfits_the_key_of_its_level_is_found_as_the_app_is_read(
+        self, conf: dict[str, Any], level: str
+    ) -> None:
+        with pytest.raises(SettingsError, match=f"^{level}: limit=.*is not in the key"):
+            read_app(conf)
+        read_app({"redlock_limit": TEN, "redlock_queues": {"q": {"limit": {"a": 2}}}})
 
     def test_no_message_brings_a_callable(self) -> None:
         with pytest.raises(SettingsError, match="task and app level only"):

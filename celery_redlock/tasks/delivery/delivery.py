@@ -44,8 +44,8 @@ class Deferral:
     lock. holder: the holder's label, "" if unknown. expires_in: seconds from `at` to the end of the
     holder's lease, None if unknown; no message carries these two. limit: that of
     `resource`. is_taken: False if no quorum voted. why: for people. waits_for_release: the message
-    has no budget and no callable to ask, so it may wait for longer than its countdown.
-    A redelivery that waits for its first delivery has `at` and `countdown` alone.
+    has no budget, and no callable `on_conflict` or `limit` to ask, so it may wait for longer than
+    its countdown. A redelivery that waits for its first delivery has `at` and `countdown` alone.
     """
 
     count: int = 0

@@ -99,6 +99,8 @@ def decide(refusal: Refusal, countdown_cap: float, uniform: Uniform) -> Decision
     if max_wait is not None:
         countdown = min(countdown, max_wait - waited)
     waits = taken is not None and options.on_conflict == "defer" and max_wait is None
+    # only a run asks a callable: the waiting room would ask for the lock with an old limit
+    waits = waits and not callable(options.limit)
     return Deferral(
         count=before.count + 1,
         since=before.since or refusal.at,

@@ -9,12 +9,19 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from celery import states as celery_states
 from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded
 
-from celery_redlock.errors import LONGEST_VALUE, LockLost, NotAcquired, RedlockError, SettingsError
+from celery_redlock.errors import (
+    LONGEST_VALUE,
+    LockLost,
+    LockTaken,
+    NotAcquired,
+    RedlockError,
+    SettingsError,
+)
 from celery_redlock.label import label_of_run
 from celery_redlock.lock.engine.acquirer import AlreadyCompletedError, SupersededError
 from celery_redlock.lock.lock import Lock, loss_of, release_all
@@ -46,13 +53,14 @@ Body = Callable[..., Any]
 class LockedRun:
     """One execution of a task's body; registered on the request until its lock is released.
 
-    lock: what it holds, unset before it asks for it. unlocked: it runs without a lock, as
-    on_unreachable="run" says. outcome_stored: set once a hook of the user's is called, and so after
-    Celery has stored the outcome.
+    lock: what it holds, unset before it asks for it. no_limit: what the callable `limit` of a
+    redelivery has raised. unlocked: it runs without a lock, as on_unreachable="run" says.
+    outcome_stored: set once a hook of the user's is called, and so after Celery has stored the
+    outcome.
     """
 
     __slots__ = (
-        "args", "call", "delivery", "done_ttl", "kwargs", "limits", "lock", "options",
+        "args", "call", "delivery", "done_ttl", "kwargs", "limits", "lock", "no_limit", "options",
         "outcome_stored", "resources", "token", "unlocked",
     )  # fmt: skip
 
@@ -60,6 +68,7 @@ class LockedRun:
     done_ttl: float
     limits: Mapping[str, int] | None
     lock: Lock
+    no_limit: SettingsError | SoftTimeLimitExceeded | None
     options: TaskLockOptions
     resources: tuple[str, ...]
 
@@ -67,7 +76,7 @@ class LockedRun:
         self.delivery, self.args, self.kwargs = delivery, args, kwargs
         unique = delivery.header.unique
         self.token = None if unique is None else ClaimToken.of(unique)
-        self.unlocked = self.outcome_stored = False
+        self.unlocked, self.outcome_stored, self.no_limit = False, False, None
         outer = sys.exc_info()[1]
         if outer is not None:  # Celery closes a lost connection, and its solo pool runs this there
             delivery.request.__dict__[OUTER_ERROR] = outer
@@ -111,7 +120,12 @@ class LockedRun:
         resources = config.resources(self.options, self.call)
         limits = None  # as of most tasks
         if self.options.limit != 1:
-            limits = config.limits(self.options, self.call, resources)
+            try:
+                limits = config.limits(self.options, self.call, resources)
+            except (SettingsError, SoftTimeLimitExceeded) as error:
+                if not (delivery.is_redelivered and delivery.can_republish):
+                    raise
+                self.no_limit = error  # raised once the locks show that no other delivery runs
         self.resources, self.limits = in_order(resources, limits), limits
 
     def _acquire_or_end(self) -> None:
@@ -193,6 +207,8 @@ class LockedRun:
     def _acquire(self, wait_in_slot: float) -> None:
         """Acquire the lock; do not wait in the slot for another delivery of the same message."""
         delivery = self.delivery
+        if self.no_limit is not None:
+            self._end_without_limit(self.no_limit, wait_in_slot)
         if wait_in_slot:
             self.lock.acquire(wait=wait_in_slot)
             return
@@ -205,6 +221,16 @@ class LockedRun:
             else:
                 return
         self.lock.acquire()
+
+    def _end_without_limit(self, error: Exception, wait_in_slot: float) -> NoReturn:
+        """Raise the error unless the first delivery runs: FAILURE would replace its state."""
+        try:
+            self.lock.acquire(wait=wait_in_slot)
+        except NotAcquired as refusal:
+            is_own = outcomes.is_held_by_own_run(self.delivery, refusal)
+            if is_own or not isinstance(refusal, LockTaken):
+                outcomes.wait_for_first_delivery(self.delivery, refusal)
+        raise error
 
     def _end_claim_at_start(self) -> None:
         """End the claim of a send that lasts until the body starts; a retry has none any more."""

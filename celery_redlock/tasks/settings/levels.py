@@ -146,6 +146,8 @@ def read_app(conf: Mapping[str, Any], namespace: str | None = None) -> AppSettin
             raise OptionSource.at("app", f"tasks[{pattern!r}]").wrong(tasks[pattern], hint)
     given = {name: conf[f"redlock_{name}"] for name in OPTION if f"redlock_{name}" in conf}
     options = check_options(given, bare, partial(OptionSource.at, "app"), travels=False)
+    if decides_key(options):
+        check_together("app", options)
     return replace(bare, options=options, queues=queues, tasks=tasks)
 
 
@@ -197,6 +199,8 @@ def _by_pattern(
             raise whole.wrong({pattern: options}, hint)
         source_of = partial(OptionSource.at, level, of=pattern)
         result[pattern] = check_options(options, app, source_of, travels=travels)
+        if decides_key(options):
+            check_together(source_of("limit").level, result[pattern])
     return result
 
 

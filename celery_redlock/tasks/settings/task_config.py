@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
+from celery.exceptions import SoftTimeLimitExceeded
+
 from celery_redlock.errors import ArgumentsError, SettingsError
 from celery_redlock.lock.model.keys import in_order
 from celery_redlock.lock.validation import MOST_BYTES, check_permits, is_too_long
@@ -275,11 +277,7 @@ class TaskLockConfig:
 
     def _called(self, options: TaskLockOptions, call: TaskCall) -> tuple[str, ...]:
         source, key = self.source("key"), options.key
-        try:
-            returned = key(call.task, tuple(call.args), dict(call.kwargs))
-        except Exception as error:
-            hint = f"the callable raised {type(error).__name__}: {error}"
-            raise source.wrong(key, hint) from error
+        returned = _asked(key, source, call)
         found = returned if isinstance(returned, (list, tuple)) else [returned]
         if not found or not all(isinstance(resource, str) and resource for resource in found):
             got = f"got {type(returned).__name__}"
@@ -303,11 +301,7 @@ class TaskLockConfig:
         if not resources:
             return None
         if callable(limit):
-            try:
-                limit = limit(call.task, tuple(call.args), dict(call.kwargs))
-            except Exception as error:
-                hint = f"the callable raised {type(error).__name__}: {error}"
-                raise source.wrong(limit, hint) from error
+            limit = _asked(limit, source, call)
         names = templates_of(options.key) or resources
         by_name = check_permits(source.level, limit=limit, fencing=options.fencing, names=names)
         if by_name is None:
@@ -361,6 +355,17 @@ class TaskLockConfig:
 def _fields_of(key: Any) -> list[templates.Field]:
     parts = map(templates.compiled, templates_of(key))
     return [field for template in parts for field in templates.fields_of(template)]
+
+
+def _asked(option: Callable[..., Any], source: OptionSource, call: TaskCall) -> Any:
+    """Return what the user's callable returns for a call; SettingsError for what it raises."""
+    try:
+        return option(call.task, tuple(call.args), dict(call.kwargs))
+    except SoftTimeLimitExceeded:
+        raise
+    except Exception as error:
+        hint = f"the callable raised {type(error).__name__}: {error}"
+        raise source.wrong(option, hint) from error
 
 
 def compile_config(
