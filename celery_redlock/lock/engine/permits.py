@@ -61,10 +61,10 @@ class PermitRound(AcquireRound):
             self.views[node] = text_of(reply[4])
         elif vote is GRANTED:
             self._offers[node], self.views[node] = (reply[1], sent, run_id), text_of(reply[2])
-            if self._chosen is not None:
-                self._settle_on(self._chosen, node)
         if not self.decided:
             self._count(node, vote)
+        elif self._chosen is not None and vote is GRANTED:
+            self._settle_on(self._chosen, node)
 
     def _parsed(self, reply: Any) -> tuple[Vote, list[Any]]:
         """Return a vote and the items of a reply of lua/permit.lua; raises UnexpectedReplyError."""

@@ -1,4 +1,4 @@
--- The names of a lock's keys, one for each permit, in two scripts and in the question of a waiter.
+-- The names of a lock's keys, one for each permit, in three scripts.
 local function permits(base, limit)
   local names = {base}
   for permit = 1, tonumber(limit) - 1 do
