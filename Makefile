@@ -35,6 +35,7 @@ benchmarks:  ## what a lock costs, with celery_redlock[benchmarks] installed; QU
 	$(PYTHON) -m benchmarks.crowd $(QUICK)
 	$(PYTHON) -m benchmarks.workers $(QUICK)
 	$(PYTHON) -m benchmarks.tens $(QUICK)
+	$(PYTHON) -m benchmarks.postgres $(QUICK)
 	$(PYTHON) -m benchmarks.comparison $(QUICK)
 
 clean:  ## what the commands above made

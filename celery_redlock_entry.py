@@ -18,7 +18,7 @@ from celery import bootsteps
 from celery.exceptions import ImproperlyConfigured
 from celery.signals import worker_init
 
-INSPECT_COMMANDS = ("redlock_held", "redlock_waiting")
+INSPECT_COMMANDS = ("redlock_held", "redlock_waiting", "redlock_settings")
 
 workers: weakref.WeakSet[Any] = weakref.WeakSet()  # the workers that this process has begun
 

@@ -7,6 +7,7 @@ people who run workers. `testing/` is for tests. Beside the folders:
 - `errors.py`: every error, and how its text describes a holder (also one that no longer renews).
 - `label.py`: the holder's label, with the run's name in it. `anchors.py`: links into the pages.
 - `signals.py`: the public signals. `wiring.py`: when Celery calls which part, in one list.
+- `django.py`: a locked task that is sent at the end of a transaction.
 - `compatibility.py`: the private names of Celery and others that the package uses, in one list.
 """
 
@@ -27,6 +28,7 @@ from celery_redlock.tasks.execution.deferral import Contention
 from celery_redlock.tasks.settings.options import Backoff
 from celery_redlock.tasks.startup import install
 from celery_redlock.tasks.task import LockedTask, current_lock
+from celery_redlock.tasks.typed_options import CallOptions, TaskOptions
 from celery_redlock.tasks.unique.send import send_unique
 from celery_redlock.wiring import begin
 
@@ -36,6 +38,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Backoff",
+    "CallOptions",
     "Contention",
     "DuplicateTask",
     "Lock",
@@ -48,6 +51,7 @@ __all__ = [
     "Redlock",
     "RedlockError",
     "SettingsError",
+    "TaskOptions",
     "current_lock",
     "install",
     "send_unique",

@@ -1,30 +1,32 @@
-"""The headings of the documentation that errors and ERROR log lines name.
+"""How errors and ERROR log lines say where the documentation helps.
 
-Each constant is the path of a page below docs/, without its suffix, and the anchor of a heading on
-that page. The project has no address of its own on the web, so the path has to do for the site and
-for the repository.
+Each constant names the anchor of a heading, as the code that `celery redlock explain` takes: it
+prints the passage, and needs no web. The list on the page operations/troubleshooting has the pages.
 """
 
 from __future__ import annotations
 
-_TROUBLESHOOTING = "operations/troubleshooting"
 
-ANY_ERROR = "reference/errors#redlockerror"
-DOCTOR_REPORTS = f"{_TROUBLESHOOTING}#doctor-reports-a-setting"
-DUPLICATE_TASK = f"{_TROUBLESHOOTING}#duplicatetask"
-LOCK_LOST = f"{_TROUBLESHOOTING}#locklost"
-LOCK_TAKEN = f"{_TROUBLESHOOTING}#locktaken"
-NODE_EVICTS = f"{_TROUBLESHOOTING}#a-node-evicts-keys"
-NODE_FAILS = f"{_TROUBLESHOOTING}#a-node-gives-no-vote"
-NODE_RESTARTED = "operations/change-nodes#restarted-and-new-nodes"
-NOT_HELD = f"{_TROUBLESHOOTING}#lock-is-not-held"
-NO_QUORUM = f"{_TROUBLESHOOTING}#no-quorum"
-NO_RUN = f"{_TROUBLESHOOTING}#selflock-raises"
-SETTINGS_DIFFER = f"{_TROUBLESHOOTING}#two-workers-do-not-exclude-each-other"
-SETTINGS_ERROR = f"{_TROUBLESHOOTING}#settingserror"
-UNEXPECTED = "reference/log-messages#unexpected-errors"
+def _explain(code: str) -> str:
+    return f"`celery redlock explain {code}`"
+
+
+ANY_ERROR = _explain("redlockerror")
+DOCTOR_REPORTS = _explain("doctor-reports-a-setting")
+DUPLICATE_TASK = _explain("duplicatetask")
+LOCK_LOST = _explain("locklost")
+LOCK_TAKEN = _explain("locktaken")
+NODE_EVICTS = _explain("a-node-evicts-keys")
+NODE_FAILS = _explain("a-node-gives-no-vote")
+NODE_RESTARTED = _explain("restarted-and-new-nodes")
+NOT_HELD = _explain("lock-is-not-held")
+NO_QUORUM = _explain("no-quorum")
+NO_RUN = _explain("selflock-raises")
+SETTINGS_DIFFER = _explain("two-workers-do-not-exclude-each-other")
+SETTINGS_ERROR = _explain("settingserror")
+UNEXPECTED = _explain("unexpected-errors")
 
 
 def see(text: str, anchor: str) -> str:
-    """Return a text that ends with the heading that helps."""
+    """Return a text that ends with the passage that helps."""
     return f"{text if text.endswith('?') else text.rstrip('.') + '.'} See {anchor}"

@@ -3,7 +3,7 @@
 A name is private if it begins with an underscore, is in a module that their reference leaves out,
 or is overridden or replaced here. The package imports this module first. So a version without a
 required name gives a SettingsError, and no task runs unlocked for it. A worker also looks for
-`IN_WORKERS`, whose modules no other process imports.
+`IN_WORKERS`, and a beat for `IN_BEAT`, whose modules no other process imports.
 """
 
 from __future__ import annotations
@@ -149,6 +149,15 @@ IN_WORKERS = (
     PrivateName(f"{_REDIS}._q_for_pri", _AT_HEAD, "queue, pri"),
     PrivateName(f"{_REDIS}._get_message_priority", _AT_HEAD, "message, reverse"),
     PrivateName(f"{_REDIS}._expires", _AT_HEAD, optional="since kombu 5.7"),
+)
+_INNER = "wrap another scheduler"
+IN_BEAT = (
+    PrivateName("celery.beat:PersistentScheduler._store", "save nothing after a lost lock"),
+    PrivateName("celery.beat:Scheduler.apply_async", _INNER, "entry, producer, advance, ..."),
+    PrivateName("celery.beat:Scheduler.producer", _INNER),
+    PrivateName("celery.beat:Scheduler.sync", _INNER, ""),
+    PrivateName("celery.utils.imports:load_extension_class_names", _INNER, "namespace"),
+    PrivateName("kombu.messaging:Producer.publish", "retry no publish after a lost lock"),
 )
 
 

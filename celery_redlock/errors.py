@@ -6,13 +6,14 @@ pickle and Celery's JSON result encoding.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 
 from celery.exceptions import ImproperlyConfigured
 
 from celery_redlock import anchors
-from celery_redlock.label import Holder
+from celery_redlock.label import Holder, is_of_operator
 
 __all__ = [
     "DuplicateTask",
@@ -33,7 +34,7 @@ CLOSED = "its Redlock is closed"  # the only cause of a `QuorumUnreachable`: no 
 _NOT_HELD = {
     NEVER_ACQUIRED: (
         "Acquire it first, by `with` or acquire(); a run that on_unreachable='run' lets through "
-        "has none"
+        "does not hold it"
     ),
     RELEASED: "Acquire it again, or release it later",
     HELD_BY_PARENT: "Acquire a Lock of this process's own",
@@ -41,12 +42,23 @@ _NOT_HELD = {
 
 LONGEST_VALUE = 200  # characters of a wrong value that an error shows
 
-_ABSTAINS = re.compile(r"(?P<node>.+): grants no lock for (?P<seconds>\d+) s more .restart guard.")
+_ABSTAINS = re.compile(
+    r"(?P<node>.+): (?P<cause>grants no lock for (?P<seconds>\d+) s more .restart guard[^)]*.)"
+)
 
 
-def abstention_cause(seconds: float) -> str:
-    """Return the cause of an abstention. seconds: what remains of the node's grace period."""
-    return f"grants no lock for {seconds:.0f} s more (restart guard)"
+def counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def abstention_cause(seconds: float, *, keeps_locks: bool = False) -> str:
+    """Return the cause of an abstention. seconds: what remains of the node's grace period.
+
+    keeps_locks: whether the node keeps its locks over a restart, so that it is another server.
+    """
+    why = ": its timeline changed, so it may have lost locks, or its prefix is new"
+    left = math.ceil(seconds)
+    return f"grants no lock for {left} s more (restart guard{why if keeps_locks else ''})"
 
 
 def summarize_causes(causes: Sequence[str]) -> str:
@@ -55,9 +67,9 @@ def summarize_causes(causes: Sequence[str]) -> str:
     summary = [cause for cause, match in found if match is None]
     abstaining = [match for _, match in found if match is not None]
     if abstaining:
-        longest = max(int(match["seconds"]) for match in abstaining)
+        longest = max(abstaining, key=lambda match: int(match["seconds"]))
         names = ", ".join(match["node"] for match in abstaining)
-        summary.append(f"{names}: {abstention_cause(longest)}")
+        summary.append(f"{names}: {longest['cause']}")
     return "; ".join(summary) or "no answer in time"
 
 
@@ -77,7 +89,7 @@ class SettingsError(RedlockError, ImproperlyConfigured):
     """A setting, an option or an argument is invalid. Celery handles it as ImproperlyConfigured.
 
     level: where it is set ("app", "queue 'imports'", "task 'shop.settle'", "call", "Redlock").
-    name: as the user wrote it. value: its text, without passwords, cut to `LONGEST_VALUE`.
+    name: of the setting or option. value: its text, without passwords, cut to `LONGEST_VALUE`.
     hint: what is allowed, as a sentence that follows "must be" or stands alone.
     """
 
@@ -101,15 +113,24 @@ class ArgumentsError(SettingsError, TypeError):
 
 
 class NoRunError(RedlockError, AttributeError):
-    """A task's `lock` was read outside a run of the task. task: the task's name."""
+    """A task's `lock` was read where there is none.
+
+    task: the task's name. in_run: in a run that takes no lock, or has not asked for it yet.
+    """
 
     _anchor = anchors.NO_RUN
 
-    def __init__(self, task: str) -> None:
-        super().__init__(task)
-        self.task = task
+    def __init__(self, task: str, in_run: bool = False) -> None:
+        super().__init__(task, in_run)
+        self.task, self.in_run = task, in_run
 
     def _text(self) -> str:
+        if self.in_run:
+            return (
+                f"{self.task} has no lock here: this run takes none, as its lock_key is False or "
+                "returns None; or it is before_start, and the lock is acquired after that. "
+                "current_lock() is None then"
+            )
         return (
             f"{self.task} has no lock here: a direct call of a task takes no lock. Run it by "
             "apply(), in a unit test with the fixtures of celery_redlock.testing or under its "
@@ -152,12 +173,13 @@ def set_waited(failure: NotAcquired, seconds: float) -> None:
 
 
 class LockTaken(NotAcquired):
-    """A quorum of nodes voted, and other clients hold the keys that are missing.
+    """A quorum of nodes voted, and other clients hold what is missing: a key, or a rate's starts.
 
     holder: the label of the client that holds the lock on most nodes. expires_in: seconds until the
-    lock is free if it is not renewed; None if unknown. waited: seconds since the first try.
-    deferrals: how often the message was deferred before; 0 if there is no message. ttl: seconds of
-    the holder's lease; None if unknown. limit: how many may hold the lock at one time.
+    lock is free if it is not renewed, or until the next start; None if unknown. waited: seconds
+    since the first try. deferrals: how often the message was deferred before; 0 if there is no
+    message. ttl: seconds of the holder's lease; None if unknown. limit: how many may hold the lock
+    at one time. rate: that of the resource, as "100/h", if it is used up; "" if the lock is taken.
     """
 
     _anchor = anchors.LOCK_TAKEN
@@ -165,10 +187,17 @@ class LockTaken(NotAcquired):
     def __init__(
         self, resource: str, holder: str = "", expires_in: float | None = None,
         waited: float = 0.0, deferrals: int = 0, ttl: float | None = None, limit: int = 1,
+        rate: str = "",
     ) -> None:  # fmt: skip
-        super().__init__(resource, holder, expires_in, waited, deferrals, ttl, limit)
+        super().__init__(resource, holder, expires_in, waited, deferrals, ttl, limit, rate)
         self.resource, self.holder, self.expires_in = resource, holder, expires_in
         self.waited, self.deferrals, self.ttl, self.limit = waited, deferrals, ttl, limit
+        self.rate = rate
+
+    @property
+    def is_unclear(self) -> bool:
+        """Whether nodes have permits of the rate free, but none that a quorum shares."""
+        return bool(self.rate) and self.expires_in is None
 
     @property
     def unrenewed_for(self) -> float | None:
@@ -176,23 +205,34 @@ class LockTaken(NotAcquired):
 
         A live holder renews every third of its ttl.
         """
-        if self.limit > 1 or self.ttl is None or self.expires_in is None:
+        if _has_several_holders(self) or self.ttl is None or self.expires_in is None:
             return None
         age = self.ttl - self.expires_in
         return age if age > self.ttl * 2 / 3 else None
 
     def _text(self) -> str:
         options = "wait, max_wait" if self.deferrals else "wait"
-        what = "the holder does" if self.limit == 1 else "the holders do"
+        if self.rate:
+            text = f"{self.resource!r} is not free: {describe_taken(self)}; {self._waiting()}"
+            return f"{text}. Wait until then ({options}), or enqueue fewer"
+        what = "the holders do" if _has_several_holders(self) else "the holder does"
         return (
             f"{self.resource!r} is {describe_taken(self)}; {self._waiting()}. "
             f"Wait longer ({options}) or find out what {what}"
         )
 
 
+def _has_several_holders(refusal: LockTaken) -> bool:
+    """Return whether as many hold the lock as may. An operator's hold refuses all by itself."""
+    return refusal.limit > 1 and not is_of_operator(refusal.holder)
+
+
 def describe_taken(refusal: LockTaken) -> str:
-    """Return in few words who holds a lock: its holder, or how many if several may hold it."""
-    if refusal.limit > 1:
+    """Return in few words who holds a lock: its holder, or how many; or which rate is used up."""
+    if refusal.rate:
+        soon = "" if refusal.expires_in is None else f", next start in {refusal.expires_in:.0f} s"
+        return f"rate of {refusal.resource}: {refusal.rate}{soon}"
+    if _has_several_holders(refusal):
         return f"held by {refusal.limit} holders, its limit"
     late = refusal.unrenewed_for
     not_renewed = "" if late is None else f", not renewed for {late:.0f} s"
@@ -216,11 +256,19 @@ class QuorumUnreachable(NotAcquired):
         self.resource, self.causes, self.quorum = resource, list(causes), quorum
         self.waited, self.deferrals = waited, deferrals
 
+    @property
+    def votes_in(self) -> float | None:
+        """Seconds until the next node ends its grace period, if that is all that is missing."""
+        found = [_ABSTAINS.fullmatch(cause) for cause in self.causes]
+        left = [float(match["seconds"]) for match in found if match is not None]
+        return min(left) if left and len(left) == len(found) else None
+
     def _text(self) -> str:
         if self.causes == [CLOSED]:
             waited = self._waiting()
             return f"{self.resource!r} is not acquired: {CLOSED}; {waited}. Make another Redlock"
-        text = f"no quorum of {self.quorum} nodes voted on {self.resource!r}; {self._waiting()}."
+        quorum = counted(self.quorum, "node")
+        text = f"no quorum of {quorum} voted on {self.resource!r}; {self._waiting()}."
         abstaining = [cause for cause in self.causes if _ABSTAINS.fullmatch(cause)]
         failing = [cause for cause in self.causes if cause not in abstaining]
         if failing or not abstaining:
@@ -261,14 +309,18 @@ class LockLost(RedlockError):
 class DuplicateTask(RedlockError):
     """The same task was sent before for the same resource, and the earlier send is still valid.
 
-    task_id: of the earlier send.
+    task_id: of the earlier send. expires_in: seconds until that send's claim ends, if its run does
+    not end it before; None if unknown.
     """
 
     _anchor = anchors.DUPLICATE_TASK
 
-    def __init__(self, resource: str, task_id: str) -> None:
-        super().__init__(resource, task_id)
-        self.resource, self.task_id = resource, task_id
+    def __init__(self, resource: str, task_id: str, expires_in: float | None = None) -> None:
+        super().__init__(resource, task_id, expires_in)
+        self.resource, self.task_id, self.expires_in = resource, task_id, expires_in
 
     def _text(self) -> str:
-        return f"{self.resource!r} was sent before as task {self.task_id}: wait for that task"
+        text = f"{self.resource!r} was sent before as task {self.task_id}"
+        if self.expires_in is not None:
+            text += f", which counts until its end, at the latest in {self.expires_in:.0f} s"
+        return f"{text}: wait for that task"

@@ -3,7 +3,8 @@
 A run of a task is `<task id>:<task>:<retries>:<nesting>`, then `+<life>` and `@<queue>` if it has
 them, and after a space the worker. Of a process, and of a name that a user gave, it is any text.
 What stands around a label in a lock's value is in `lock/model/keys.py`. `escaped` is how people are
-shown a label, or any other text that is not the package's own.
+shown a label, or any other text that is not the package's own. Of an operator's hold it is
+`operator <user>@<host>`, then `: <reason>` if it has one.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import re
 from dataclasses import dataclass
 from typing import NamedTuple
 
+OPERATOR = "operator "  # begins the label of an operator's hold
 LONGEST_LABEL = 500  # characters of it that people are shown
 _RUN = re.compile(
     r"(?P<task_id>.+):(?P<task>[^:\s]+):\d+:\d+(?:\+\d+)?(?:@[^@\s]+)?(?: (?P<worker>\S+))?"
@@ -57,7 +59,7 @@ class Holder:
     @classmethod
     def of(cls, label: str) -> Holder:
         """Parse the label in a lock's value, as the nodes store it."""
-        found = _RUN.fullmatch(label)
+        found = None if label.startswith(OPERATOR) else _RUN.fullmatch(label)
         return cls(label) if found is None else cls(label, **found.groupdict(default=""))
 
     def __str__(self) -> str:
@@ -79,6 +81,15 @@ def run_of_label(label: str) -> str:
 
 def is_of_run(label: str, run: str) -> bool:
     return label.startswith(f"{run} ")
+
+
+def label_of_operator(who: str, reason: str) -> str:
+    """Return what the nodes, and so tasks that wait, show of an operator's hold."""
+    return f"{OPERATOR}{who}{reason and f': {reason}'}"
+
+
+def is_of_operator(label: str) -> bool:
+    return label.startswith(OPERATOR)
 
 
 def escaped(text: str, longest: int | None = None) -> str:

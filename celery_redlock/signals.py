@@ -68,13 +68,17 @@ HANDOFF_STEPS = ("named", "acted", "ladder", "fallback")
 
 @dataclass(frozen=True)
 class LockDeferredEvent:
-    """A message was deferred. waited: seconds since its first try; countdown: until the next."""
+    """A message was deferred. waited: seconds since its first try; countdown: until the next.
+
+    rate: that of the resource, as "100/h", if its starts are used up; "" if its lock is taken.
+    """
 
     resource: str
     holder: str
     deferrals: int
     waited: float
     countdown: float
+    rate: str = ""
 
 
 @dataclass(frozen=True)
@@ -92,10 +96,11 @@ class LockHandedOffEvent:
 
 @dataclass(frozen=True)
 class LockSkippedEvent:
-    """A run was skipped. reason: for people."""
+    """A run was skipped. reason: for people. rate: as of `LockDeferredEvent`."""
 
     resource: str
     reason: str
+    rate: str = ""
 
 
 SIGNALS = {  # of the records that the lock's floor makes

@@ -25,6 +25,7 @@ from celery.worker.control import inspect_command
 import celery_redlock_entry
 from celery_redlock import compatibility, signals
 from celery_redlock.errors import SettingsError
+from celery_redlock.lock import client
 from celery_redlock.lock.engine.events import Events
 from celery_redlock.operate import control, lints, metrics, tracing
 from celery_redlock.tasks import per_app, startup, task, wrapping
@@ -89,7 +90,7 @@ RECEIVERS = (
 )
 # when an app has finalized; the first one that raises SettingsError ends `finalize`
 CHECKS = (startup.check_app, lints.refuse_errors)
-INSPECT_COMMANDS = (control.redlock_held, control.redlock_waiting)
+INSPECT_COMMANDS = (control.redlock_held, control.redlock_waiting, control.redlock_settings)
 
 _connected = False
 _connecting = threading.RLock()  # a signal handler may bind a task in the thread that has it
@@ -103,6 +104,7 @@ def begin() -> None:
     """
     if per_app.on_locked_task is not on_locked_task:
         per_app.on_locked_task = on_locked_task
+        client.own_of_app = per_app.redlock_of
         Events.wants, Events.send = staticmethod(tracing.wants), staticmethod(signals.send)
         Events.on_loss = staticmethod(notify_bodies)
     finalized = [app for app in list(_get_active_apps()) if app.finalized]

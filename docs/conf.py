@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from docutils import nodes
+from sphinx import addnodes
 
 import celery_redlock
 
@@ -40,6 +41,7 @@ myst_heading_anchors = 4  # the anchors that GitHub gives
 smartquotes = False  # docstrings quote settings
 default_role = "code"  # docstrings are plain text with `names`
 autodoc_member_order = "bysource"
+autodoc_mock_imports = ["django"]  # the extra `docs` does not install it
 maximum_signature_line_length = 80  # a longer one has a line for each parameter
 
 # The copy button takes commands: no prompt, no output, no comment behind a command.
@@ -54,6 +56,7 @@ html_baseurl = URLS.get("Documentation", "")
 html_favicon = "site/static/favicon.svg"
 html_static_path = ["site/static"]
 html_css_files = ["site.css"]
+html_search_scorer = str(ROOT / "docs" / "site" / "scorer.js")  # Sphinx opens it from any folder
 templates_path = ["site"]
 html_context = {
     "description": ABOUT["description"],
@@ -67,6 +70,7 @@ _CARDS = re.compile(r"^<!-- cards -->\n(?P<cards>(?:- \[.+\n(?:  .+\n)*)+)", re.
 _CARD = re.compile(
     r"^- \[(?P<title>[^\]]+)\]\((?P<page>[^)]+)\.md\): (?P<text>.+\n(?:  .+\n)*)", re.MULTILINE
 )
+_WORDS = re.compile(r"^<!-- search: (?P<words>.+) -->$", re.MULTILINE)
 _ITEM = re.compile(r"^- \[(?P<title>[^\]]+)\]\((?P<page>[^)]+)\.md\)", re.MULTILINE)
 
 
@@ -98,6 +102,20 @@ def _with_cards(text: str) -> str:
 def _read(app: Any, name: str, content: list[str]) -> None:
     if name == root_doc:
         content[0] = _with_navigation(_with_cards(content[0]))
+
+
+def _index_words(app: Any, doctree: nodes.document) -> None:
+    """Enter what people search for, as a page's last line says, as the main place of these words.
+
+    The search shows such an entry first. It leads to the page, as the page's title does.
+    """
+    page = app.env.docname
+    text = Path(app.env.doc2path(page)).read_text(encoding="utf-8")
+    words = [word.strip() for line in _WORDS.finditer(text) for word in line["words"].split(",")]
+    if words:
+        entries = [("single", word, "", "main", None) for word in words]
+        doctree.append(addnodes.index(entries=entries))
+        app.env.get_domain("index").entries[page].extend(entries)
 
 
 def _write_first_page(app: Any, error: Exception | None) -> None:
@@ -149,6 +167,7 @@ def _without_any(
 def setup(app: Any) -> None:
     """Let the index become the navigation as it is read, and add to each page as it is written."""
     app.connect("source-read", _read)
+    app.connect("doctree-read", _index_words)
     app.connect("build-finished", _write_first_page)
     app.connect("html-page-context", _add_metadata)
     app.connect("autodoc-process-signature", _without_any)

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from celery_redlock import Redlock
+from celery_redlock.lock.model.keys import lock_key, unique_key
 from celery_redlock.testing import EmbeddedNode, WorkerProcess, embedded_nodes
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -43,6 +44,48 @@ app.conf.task_reject_on_worker_lost = True
 @app.task(base=LockedTask, lock_key="stock:{sku}", acks_late=True)
 def take(sku, pieces):
     time.sleep(3600)
+"""
+RATED = """
+
+@app.task(base=LockedTask, lock_key="partner:{tenant}", lock_rate="2/h")
+def ask(tenant):
+    return f"{tenant} is asked"
+"""
+UNIQUE = """
+
+@app.task(base=LockedTask, lock_key="mail:{customer}", lock_unique_for=600)
+def remind(customer):
+    time.sleep(3600)
+"""
+# a node that has not replied when its message is published keeps no claim
+REMIND = """
+import time
+
+from celery.signals import after_task_publish
+from celery_redlock.lock.node_status import ask_nodes
+from celery_redlock.tasks.per_app import redlock_of
+from shop import app, remind
+
+
+@after_task_publish.connect
+def hear_every_node(**_):
+    while ask_nodes(redlock_of(app).session).failing:
+        time.sleep(0.05)
+
+
+app.conf.redlock_node_timeout = 5.0
+hear_every_node()
+remind.delay(7)
+"""
+ASK = """
+import sys, time
+from shop import ask
+
+for _ in range(2):
+    ask.delay(7).get(timeout=60)
+sent = ask.apply_async((7,), task_id=sys.argv[1])
+while sent.state != "DEFERRED":
+    time.sleep(0.05)
 """
 SEND = """
 import sys, time
@@ -86,10 +129,14 @@ class World:
         subprocess.run(command, cwd=self.folder, env=self.env, check=True, timeout=PATIENCE)
 
     def see_lock(self, resource: str) -> None:
-        """Return once every lock node has the key of a resource."""
+        """Return once every lock node has the lock of a resource."""
+        self.see_key(lock_key("redlock", resource))
+
+    def see_key(self, key: str) -> None:
+        """Return once every lock node has a key."""
         for node in self.nodes:
             with node.client() as client:
-                _wait_for(lambda: client.exists(f"{{redlock}}:lock:{resource}"))
+                _wait_for(lambda: client.exists(key))
 
 
 def _wait_for(condition: Callable[[], object]) -> None:
@@ -120,9 +167,9 @@ def _world(count: int, modules: dict[str, str]) -> Iterator[World]:
 
 
 @contextmanager
-def _shop(*, trust: bool = True) -> Iterator[World]:
+def _shop(code: str = SHOP, *, trust: bool = True) -> Iterator[World]:
     """Give the shop with its worker."""
-    with _world(3, {"shop.py": SHOP}) as world:
+    with _world(3, {"shop.py": code}) as world:
         if trust:
             with Redlock([node.url for node in world.nodes], node_timeout=5.0) as redlock:
                 redlock.trust()
@@ -150,18 +197,29 @@ def _held() -> Iterator[World]:
 
 
 @contextmanager
-def _one_node_down() -> Iterator[World]:
-    with _held() as world:
-        world.nodes[2].kill()
+def _rate() -> Iterator[World]:
+    """Give a shop in which the starts of a rate are used up."""
+    with _shop(SHOP + RATED) as world:
+        command = [sys.executable, "-c", ASK, WAITER]
+        subprocess.run(command, cwd=world.folder, env=world.env, check=True, timeout=PATIENCE)
         yield world
 
 
 @contextmanager
-def _no_quorum() -> Iterator[World]:
-    with _shop() as world:
-        for node in world.nodes[1:]:
-            node.kill()
-        world.send(WAITER, 2, "DEFERRED")
+def _claim() -> Iterator[World]:
+    """Give a shop with a deduplicated send."""
+    with _shop(SHOP + UNIQUE) as world:
+        command = [sys.executable, "-c", REMIND]
+        subprocess.run(command, cwd=world.folder, env=world.env, check=True, timeout=PATIENCE)
+        world.see_lock("mail:7")
+        world.see_key(unique_key("redlock", "shop.remind:mail:7"))
+        yield world
+
+
+@contextmanager
+def _one_node_down() -> Iterator[World]:
+    with _held() as world:
+        world.nodes[2].kill()
         yield world
 
 
@@ -170,6 +228,20 @@ def _new_nodes() -> Iterator[World]:
     with _shop(trust=False) as world:
         world.send(WAITER, 2, "DEFERRED")
         yield world
+
+
+@contextmanager
+def _postgresql() -> Iterator[World]:
+    """Give the shop over a PostgreSQL server without the schema, without a worker."""
+    from tests.postgres import PostgresNode, make_template  # it needs PostgreSQL's programs
+
+    with tempfile.TemporaryDirectory() as folder:
+        make_template(Path(folder) / "template")
+        with PostgresNode(Path(folder) / "template", fsync=False) as server:
+            shop = re.sub("(redlock_nodes =).*", rf"\1 [{server.url!r}]", SHOP)
+            with _world(0, {"shop.py": shop}) as world:
+                world.shown[f"127.0.0.1:{server.port}/postgres"] = "db1:5432/app"
+                yield world
 
 
 @contextmanager
@@ -209,11 +281,23 @@ THIS_PAGE = "this page"
 _SCENARIOS = {
     "idle": _shop,
     "held": _held,
+    "rate": _rate,
+    "claim": _claim,
     "one node down": _one_node_down,
-    "no quorum": _no_quorum,
     "new nodes": _new_nodes,
     "break": _held,
+    "rate break": _rate,
+    "end claim": _claim,
     "first task": _first_task,
+    "postgresql": _postgresql,
 }
 SCENARIOS = (*_SCENARIOS, THIS_PAGE)
-NOT_SHARED = {"new nodes", "break", "first task", THIS_PAGE}  # each block has a fresh world
+NOT_SHARED = {
+    "new nodes",
+    "break",
+    "rate break",
+    "end claim",
+    "first task",
+    "postgresql",
+    THIS_PAGE,
+}  # each block has a fresh world

@@ -5,6 +5,10 @@ is held, and is stopped right there, before its write; so are programs by a garb
 full machine, a paused virtual one. Its lock runs out, the second clerk gets it and sets a new
 price. Then the first one goes on, and its write arrives: no lock can call it back. What can is the
 database, if each write carries the lock's fencing token and the row knows the greatest so far.
+
+If REDLOCK_SHOP_POSTGRESQL is the URL of a PostgreSQL database, a third part keeps the lock there.
+The first clerk confirms it in the transaction that writes, and is stopped. The second clerk does
+not get the lock before the end of that transaction, so the write is not late.
 """
 
 from __future__ import annotations
@@ -22,17 +26,18 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from sqlalchemy import create_engine, text
 from sqlalchemy.exc import SQLAlchemyError
 
-from celery_redlock import Lock, Redlock, RedlockError
+from celery_redlock import Lock, LockTaken, Redlock, RedlockError
 from celery_redlock.testing import embedded_nodes
 from example_worker.interruption import Interruption
 
 __all__ = ["main"]
 
+POSTGRESQL = "REDLOCK_SHOP_POSTGRESQL"
 TABLE = "redlock_shop_prices"
 CREATE = f"""CREATE TABLE {TABLE} (
     name VARCHAR(40) PRIMARY KEY, price INTEGER NOT NULL, fence BIGINT NOT NULL DEFAULT 0)"""
@@ -42,6 +47,7 @@ UPDATE {TABLE} SET price = :price, fence = :token WHERE name = :name AND fence <
 
 NAME, OLD, FIRST, SECOND = "tea", 10, 20, 25
 TTL = 4.0  # s: how long the lock of a holder that is stopped stays
+LATER = 1.5 * TTL  # s: how long the second clerk tries while the first one has confirmed its lock
 PATIENCE = 60.0  # s: what a busy machine may take for anything here
 
 
@@ -55,13 +61,19 @@ def main(arguments: Sequence[str]) -> int:
     try:
         with interruption.allowed(), tempfile.TemporaryDirectory(prefix="redlock-") as folder:
             won, refused = _show(database or f"sqlite:///{folder}/prices.sqlite3")
+            confirmed = _show_confirmed(os.environ.get(POSTGRESQL, ""))
     except (ImportError, OSError, RedlockError, RuntimeError, SQLAlchemyError) as error:
         print(f"FAILED: {error}", flush=True)
         return 1
     if (won, refused) != (FIRST, SECOND):
         print(f"FAILED: the prices should be {FIRST} and {SECOND}")
         return 1
+    if confirmed not in (None, SECOND):
+        print(f"FAILED: the price should be {SECOND}, and the second clerk last")
+        return 1
     print("PASSED: without the fence the late write won; with it the database refused it")
+    if confirmed:
+        print("PASSED: the lock that was confirmed stayed until the commit, so no write was late")
     return 0
 
 
@@ -80,10 +92,8 @@ def _show(database: str) -> tuple[int, int]:
 def _race(nodes: list[str], database: str, title: str, write: str) -> int:
     print(f"{title}: {write}", flush=True)
     _execute(database, f"UPDATE {TABLE} SET price = :price, fence = 0", price=OLD)
-    with _first_clerk(nodes, database, write) as first:
-        _, status = os.waitpid(first, os.WUNTRACED)
-        if not os.WIFSTOPPED(status):
-            raise RuntimeError("the first clerk ended before it was stopped")
+    with _first_clerk(_be_first, nodes, database, write) as first:
+        _wait_until_stopped(first)
         with _lock(nodes) as lock:
             _say("second", f"gets the lock: token {lock.fencing_token}")
             rows = _execute(database, write, price=SECOND, name=NAME, token=lock.fencing_token)
@@ -108,21 +118,99 @@ def _be_first(nodes: list[str], database: str, write: str) -> None:
         _say("first", f"goes on, writes {FIRST}: {_counted(rows)}; now it looks: held {lock.held}")
 
 
+def _show_confirmed(url: str) -> int | None:
+    """Return the price of tea after both writes, each of a confirmed lock; None without a URL.
+
+    It is -1 if the second clerk got the lock while the first one had confirmed it.
+    """
+    if not url:
+        return None
+    database = url.replace("postgresql://", "postgresql+psycopg://", 1)
+    print(f"with a confirmed lock: {WITHOUT_A_FENCE}", flush=True)
+    with _schema(url), _shelf(database):
+        with Redlock([url]) as redlock:
+            redlock.trust()
+        with _first_clerk(_confirm_and_be_stopped, [url], database) as first:
+            _wait_until_stopped(first)
+            is_free = _is_free([url])
+            os.kill(first, signal.SIGCONT)
+            if is_free:
+                return -1
+            with _lock([url]) as lock:
+                _say("second", f"gets the lock: token {lock.fencing_token}")
+                _write_confirmed("second", lock, database, SECOND)
+        price = _price(database)
+    print(f"  the price is {price}\n", flush=True)
+    return price
+
+
+def _is_free(nodes: list[str]) -> bool:
+    try:
+        with _lock(nodes, LATER):
+            return True
+    except LockTaken:
+        _say("second", f"does not get the lock within {LATER:g} s")
+        return False
+
+
+def _confirm_and_be_stopped(nodes: list[str], database: str) -> None:
+    """Take the lock, confirm it, be stopped before the write, then write."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    logging.getLogger("celery_redlock").addHandler(logging.NullHandler())
+    with _lock(nodes) as lock:
+        _say("first", f"has the lock: token {lock.fencing_token}")
+        _write_confirmed("first", lock, database, FIRST, stops=True)
+
+
+def _write_confirmed(who: str, lock: Lock, database: str, price: int, stops: bool = False) -> None:
+    """Write a price in a transaction that confirms the lock. stops: between the two."""
+    engine = create_engine(database)
+    with engine.begin() as connection:
+        lock.confirm_in(connection)
+        if stops:
+            _say(who, "has confirmed its lock; stopped before its write")
+            os.kill(os.getpid(), signal.SIGSTOP)
+        values = {"price": price, "name": NAME}
+        rows = connection.execute(text(WITHOUT_A_FENCE), values).rowcount
+        _say(who, f"writes {price}: {_counted(rows)}")
+    engine.dispose()
+
+
 @contextlib.contextmanager
-def _lock(nodes: list[str]) -> Iterator[Lock]:
+def _schema(url: str) -> Iterator[None]:
+    """Have the schema of locks in the database; it goes at the end if it is made here."""
+    try:
+        import psycopg
+
+        from celery_redlock.lock.postgres.schema import create_schema
+    except ImportError as error:
+        raise RuntimeError(f"{POSTGRESQL} needs psycopg: pip install psycopg[binary]") from error
+    try:
+        connected = psycopg.connect(url, autocommit=True)
+    except psycopg.Error as error:
+        raise RuntimeError(f"{POSTGRESQL}: {error}") from error
+    with connected as connection:
+        is_ours = create_schema(connection)
+        try:
+            yield
+        finally:
+            if is_ours:
+                connection.execute("DROP SCHEMA redlock CASCADE")
+
+
+@contextlib.contextmanager
+def _lock(nodes: list[str], wait: float = PATIENCE) -> Iterator[Lock]:
     with (
         Redlock(nodes, node_timeout=TTL / 4) as redlock,
-        redlock.lock(f"price:{NAME}", ttl=TTL, wait=PATIENCE, fencing=True) as lock,
+        redlock.lock(f"price:{NAME}", ttl=TTL, wait=wait, fencing=True) as lock,
     ):
         yield lock
 
 
 @contextlib.contextmanager
-def _first_clerk(nodes: list[str], database: str, write: str) -> Iterator[int]:
+def _first_clerk(act: Callable[..., None], *given: object) -> Iterator[int]:
     """Start the first clerk, in a process of its own; wait for its end, or end it by force."""
-    clerk = multiprocessing.get_context("spawn").Process(
-        target=_be_first, args=(nodes, database, write)
-    )
+    clerk = multiprocessing.get_context("spawn").Process(target=act, args=given)
     clerk.start()
     try:
         yield clerk.pid or 0
@@ -130,6 +218,12 @@ def _first_clerk(nodes: list[str], database: str, write: str) -> Iterator[int]:
     finally:
         clerk.kill()
         clerk.join()
+
+
+def _wait_until_stopped(clerk: int) -> None:
+    _, status = os.waitpid(clerk, os.WUNTRACED)
+    if not os.WIFSTOPPED(status):
+        raise RuntimeError("the first clerk ended before it was stopped")
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import celery
 import hypothesis
@@ -111,10 +111,24 @@ def see_listening(app: celery.Celery, name: str, within: float = 60.0) -> list[s
 
 
 @pytest.fixture(scope="session")
-def standing_nodes() -> Iterator[Nodes]:
-    """Give three nodes that no test ends; use `nodes`, which empties them first."""
-    with embedded_nodes(3) as servers:
-        yield servers
+def standing_nodes(request: pytest.FixtureRequest) -> Iterator[Nodes]:
+    """Give three nodes that no test ends; use `nodes`, which empties them first.
+
+    Of the store "postgresql", one PostgreSQL: a parameter names the store, or CELERY_REDLOCK_STORE.
+    """
+    store = getattr(request, "param", os.environ.get("CELERY_REDLOCK_STORE"))
+    if store != "postgresql":
+        with embedded_nodes(3) as servers:
+            yield servers
+        return
+    from tests.postgres import PostgresNode
+
+    made = PostgresNode(
+        request.getfixturevalue("postgres_template"), max_connections=200, fsync=False
+    )
+    with made as server:
+        server.setup()
+        yield [cast("EmbeddedNode", server)]
 
 
 @pytest.fixture
@@ -144,6 +158,14 @@ def paused(*nodes: EmbeddedNode) -> Iterator[None]:
     finally:
         for node in nodes:
             node.resume()
+
+
+@pytest.fixture(scope="session")
+def postgres_template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Give what `tests.postgres.PostgresNode` starts with."""
+    from tests.postgres import template  # imported late: psycopg and psutil are for its tests alone
+
+    return template(tmp_path_factory)
 
 
 @pytest.fixture
@@ -220,7 +242,7 @@ def settle(redlock: Redlock) -> None:
     A grant or a release is over for its caller before the last node has seen it. A ping goes the
     same way behind it.
     """
-    eventually(lambda: not ask_nodes(redlock).failing)
+    eventually(lambda: not ask_nodes(redlock.session).failing)
 
 
 def write(redlock: Redlock, request: bytes, script: Script | None = None) -> None:
@@ -231,7 +253,7 @@ def write(redlock: Redlock, request: bytes, script: Script | None = None) -> Non
 
 def register(redlock: Redlock, waiter: str, resource: str, since: float) -> None:
     """Register a process as a waiter on every node."""
-    request = Requests(redlock.session.options.prefix).register(waiter, resource, since)
+    request = Requests(redlock.session.options.prefix, 0.0).register(waiter, resource, since)
     write(redlock, request, REGISTER)
 
 
@@ -248,7 +270,7 @@ def see_quorum(redlock: Redlock) -> None:
     """
 
     def answers() -> bool:
-        report = ask_nodes(redlock)
+        report = ask_nodes(redlock.session)
         return report.answering >= report.quorum
 
     eventually(answers)

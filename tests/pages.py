@@ -38,3 +38,9 @@ def on_servers(code: str, broker: str, nodes: list[str]) -> str:
     """Return code with servers that are there in place of the page's: a, b, c, and localhost."""
     known = {"localhost": broker, **dict(zip("abc", nodes, strict=True))}
     return _REAL.sub(lambda match: known[match["host"]].removesuffix("/0"), code)
+
+
+def shown_commands(block: Block) -> list[str]:
+    """Return the commands of a console, without what is said of each behind it."""
+    lines = [line for line in block.code.splitlines() if line.startswith("$ ")]
+    return [line.removeprefix("$ ").partition("  #")[0].strip() for line in lines]

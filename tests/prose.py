@@ -1,10 +1,13 @@
 """The prose of the pages: how long its sentences are, and phrases that a reader stumbles over.
 
+The same phrases are looked for in the texts that the package prints, logs and raises.
+
 `python -m tests.prose [PAGE ...]` prints both, with the line of each finding.
 """
 
 from __future__ import annotations
 
+import ast
 import re
 import sys
 from dataclasses import dataclass
@@ -37,6 +40,10 @@ HABITS = {
     r"\bnot for nothing\b|\bfor nothing\b": "say what is lost",
     r"\bgoes by\b": "is set by, uses",
     r"\b(?:is|are) (?:an)?other's\b|\banother's\b": "belongs to another holder",
+    r"(?<![Tt]here )\bis no (?!longer\b|more\b|less\b)\w+": "is not a",
+    r"\ball the same\b": "still",
+    r"\bknown are\b": "known:",
+    r"\b(?:lock|locks|claim|claims) stands?\b": "is held, exists",
 }
 
 
@@ -93,12 +100,37 @@ def long_sentences(page: Path) -> list[Sentence]:
 
 
 def habits(page: Path) -> list[tuple[Sentence, str]]:
-    """Return the sentences with a phrase of HABITS, and what to write for it."""
+    """Return the sentences of a page or module with a phrase of HABITS, and what to write."""
     return [
         (sentence, better)
-        for sentence in sentences(page)
+        for sentence in (texts(page) if page.suffix == ".py" else sentences(page))
         for pattern, better in HABITS.items()
         if re.search(pattern, sentence.text)
+    ]
+
+
+def texts(module: Path) -> list[Sentence]:
+    """Return the texts of a module with three words or more, its docstrings aside.
+
+    A part that is filled in at run time is one word.
+    """
+    tree = ast.parse(module.read_text(encoding="utf-8"))
+    told = {id(one.value) for one in ast.walk(tree) if isinstance(one, ast.Expr)}
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            told.update(id(part) for part in node.values)
+            whole = "".join(
+                str(part.value) if isinstance(part, ast.Constant) else "CODE"
+                for part in node.values
+            )
+            found.append((id(node), node.lineno, whole))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.append((id(node), node.lineno, node.value))
+    return [
+        Sentence(line, " ".join(text.split()))
+        for name, line, text in found
+        if name not in told and text.count(" ") >= 2
     ]
 
 

@@ -30,7 +30,7 @@ def test_the_page_has_the_figures_of_the_stored_run(stored: dict[str, Any]) -> N
 
 def test_another_run_would_make_another_page(stored: dict[str, Any]) -> None:
     figures = {**stored["figures"]}
-    figures["celery-once"] = {**figures["celery-once"], "overlaps": 49}
+    figures["celery-once"] = {**figures["celery-once"], "finished": 49}
     page = PAGE.read_text(encoding="utf-8")
     assert filled(page, {**stored, "figures": figures}) != page
 
@@ -55,6 +55,12 @@ def test_what_the_page_says_of_ours_is_what_was_measured(stored: dict[str, Any])
         assert (ours["overlaps"], ours["outlived"]) == (0, 0)
         assert ours["again"] is not None
     assert stored["figures"]["celery_redlock, 3 nodes"]["restarted"] == 0
+
+
+def test_what_the_page_says_of_all_locks_is_what_was_measured(stored: dict[str, Any]) -> None:
+    for name, of in stored["figures"].items():
+        assert of["overlaps"] == 0, name
+        assert of["blocked"] == pytest.approx(1, abs=0.1), name
 
 
 def test_overlaps_are_counted_between_runs_that_meet() -> None:

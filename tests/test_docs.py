@@ -1,4 +1,4 @@
-"""The pages: every link leads somewhere, every example runs, every command and option is there."""
+"""The pages: every example runs, and every command, option and figure is there."""
 
 from __future__ import annotations
 
@@ -13,10 +13,8 @@ import subprocess
 import sys
 import tokenize
 import types
-import xml.etree.ElementTree as ET
 from importlib.metadata import metadata
 from pathlib import Path
-from typing import Any
 
 import click
 import pytest
@@ -24,14 +22,13 @@ import yaml
 from celery.bin.celery import celery as celery_command
 from django.core.management import get_commands as django_commands
 from prometheus_client import CollectorRegistry
-from sphinx.search.en import SearchEnglish
 
 from celery_redlock.operate.cli.group import redlock as redlock_command
 from celery_redlock.operate.metrics import Metrics
-from tests.browser import browser
-from tests.conftest import Nodes, made_once
+from tests.conftest import Nodes
 from tests.integration.test_how_to import GUIDES
-from tests.pages import PAGES, ROOT, SITE, Block, blocks, name_of, on_servers
+from tests.integration.test_how_to_alone import ALONE
+from tests.pages import PAGES, ROOT, Block, blocks, name_of, on_servers, shown_commands
 
 GIVEN = """
 from typing import Any
@@ -54,13 +51,14 @@ class self:
         id = "7"
 """
 }
-# tests/integration/test_how_to.py runs them
+# tests/integration/test_how_to.py and test_how_to_alone.py run them
 ON_A_WORKER = {
     "docs/getting-started/first-locked-task.md",
-    *(f"docs/how-to/{name}.md" for name in GUIDES),
+    *(f"docs/how-to/{name}.md" for name in (*GUIDES, *ALONE)),
 }
 # tests/integration/test_frameworks.py runs these folders of examples/, and mypy reads them
 FROM_EXAMPLES = {
+    "docs/explanation/other-stores.md": "zookeeper_lock",
     "docs/how-to/django.md": "django_shop",
     "docs/how-to/existing-base-class.md": "own_base_class",
     "docs/how-to/fastapi.md": "fastapi_shop",
@@ -71,141 +69,7 @@ WITH_PYTHON = [
     page for page in PAGES if blocks(page, "python") and name_of(page) not in FROM_EXAMPLES
 ]
 RUN_HERE = [page for page in WITH_PYTHON if name_of(page) not in ON_A_WORKER | IN_PYTEST]
-
-
-# what people call these things elsewhere, and so what they look for
-SEARCHED = [
-    "concurrency limit", "concurrency per key", "cookbook", "idempotent", "mock", "mutex",
-    "overlap", "per tenant", "rate limit", "reentrant", "semaphore", "singleton", "task_cls",
-    "throttle",
-]  # fmt: skip
 CODE_COLUMNS = 76
-NOT_FOR_USERS = {"CHANGELOG", "CONTRIBUTING"}
-# what each copy button of the consoles on a page puts into the clipboard, line by line
-COPIED = """
-const copied = [];
-document.execCommand = () => copied.push(document.activeElement.value);
-for (const button of document.querySelectorAll(".highlight-console button.copybtn")) button.click();
-return copied.map(text => text.split("\\n").map(line => line.trim()));
-"""
-
-
-@pytest.fixture(scope="session")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Give the folder of the site, which is built once, with warnings as errors."""
-
-    def build(where: Path) -> None:
-        doctrees = tmp_path_factory.mktemp("doctrees")
-        command = [sys.executable, *SITE, "-d", str(doctrees), ".", str(where)]
-        built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-        assert built.returncode == 0, built.stderr
-
-    return made_once(tmp_path_factory, "site", build)
-
-
-@pytest.fixture(scope="session")
-def search_index(site: Path) -> dict[str, Any]:
-    """Give what the site's search looks into."""
-    text = (site / "searchindex.js").read_text(encoding="utf-8")
-    index: dict[str, Any] = json.loads(text.removeprefix("Search.setIndex(").rstrip(");\n"))
-    return index
-
-
-def find(index: dict[str, Any], query: str) -> set[str]:
-    """Return the pages with all words of a query, as the site's search does: by their stems."""
-    english = SearchEnglish({})
-    stems = [
-        english.stem(word)
-        for word in re.findall(r"\w+", query.lower())
-        if word not in english.stopwords
-    ]
-    assert stems, f"the search drops every word of {query!r}"
-    pages = set.intersection(*(pages_with(index, stem) for stem in stems))
-    return {index["docnames"][page] for page in pages}
-
-
-def pages_with(index: dict[str, Any], stem: str) -> set[int]:
-    """Return the numbers of the pages that have a word of this stem, in their text or a heading."""
-    found = [index[words].get(stem, []) for words in ("terms", "titleterms")]
-    return {page for one in found for page in ([one] if isinstance(one, int) else one)}
-
-
-def test_the_site_lists_every_page(site: Path) -> None:
-    index = (site / "docs" / "index.html").read_text(encoding="utf-8")
-    for page in PAGES:
-        if page.name != "index.md":
-            assert f"{page.stem}.html" in index, f"docs/index.md does not list {page.name}"
-
-
-def test_the_first_page_of_the_site_is_its_index(site: Path) -> None:
-    first = (site / "index.html").read_text(encoding="utf-8")
-    (base,) = re.findall(r'<base href="([^"]+)">', first)
-    index = (site / base).read_text(encoding="utf-8")
-    assert re.sub("<base [^>]+>", "", first) == index
-    assert len(re.findall('<div class="sd-card ', index)) == 4
-    leads_to = [link for link in re.findall(r'href="([^":#?]+)', index) if link.endswith(".html")]
-    assert [link for link in leads_to if not (site / base).parent.joinpath(link).is_file()] == []
-
-
-def test_the_reference_shows_every_public_name_and_no_type_that_says_nothing(site: Path) -> None:
-    api = (site / "docs" / "reference" / "python-api.html").read_text(encoding="utf-8")
-    for line in (ROOT / "tests" / "public_api.txt").read_text().splitlines():
-        if not line.startswith(" "):
-            name = re.split(r"[(:]", line)[0].rpartition(".")[2]
-            assert f'.{name}"' in api, f"docs/reference/python-api.md leaves out {name}"
-    shown = re.sub(r"<[^>]+>", "", api)
-    assert "Parameters:" not in shown
-    assert re.findall(r"\w+ ?\(Any\)|\w+: Any\b|→ Any\b", shown) == []
-
-
-@pytest.mark.parametrize("query", SEARCHED)
-def test_the_search_of_the_site_finds_the_words_of_the_field(
-    search_index: dict[str, Any], query: str
-) -> None:
-    found = find(search_index, query) - NOT_FOR_USERS
-    assert found, f"no page has {query!r}: say it on the page where a user would look for it"
-    if " " in query:  # the search does not care whether they stand side by side; a reader does
-        texts = [(ROOT / f"{page}.md").read_text(encoding="utf-8") for page in found]
-        assert any(query in " ".join(text.split()).lower() for text in texts), query
-
-
-def test_every_page_of_the_site_says_what_it_is_about(site: Path) -> None:
-    described = {}
-    for page in PAGES:
-        html = (site / page.relative_to(ROOT).with_suffix(".html")).read_text(encoding="utf-8")
-        for name in ("og:title", "og:type", "og:site_name"):
-            assert f'<meta property="{name}" content="' in html, name_of(page)
-        (told,) = re.findall(r'<meta name="description" content="([^"]+)">', html)
-        assert f'<meta property="og:description" content="{told}">' in html
-        described[name_of(page)] = told
-    assert len(set(described.values())) == len(described), "two pages say the same of themselves"
-
-
-def test_the_foot_of_a_page_names_the_project_and_its_licence(site: Path) -> None:
-    html = (site / "docs" / "index.html").read_text(encoding="utf-8")
-    foot = re.sub(
-        r"<[^>]+>", "", html.partition('class="bottom-of-page"')[2].partition("</footer>")[0]
-    )
-    about = metadata("celery_redlock")
-    for word in (about["Name"], about["Summary"], about["License-Expression"], "Copyright"):
-        assert word in foot
-    assert "Made with" not in html
-
-
-def test_the_site_has_a_picture_of_its_own_for_a_browsers_tab(site: Path) -> None:
-    page = site / "docs" / "index.html"
-    (icon,) = re.findall(r'<link rel="(?:shortcut )?icon" href="([^"?]+)', page.read_text())
-    assert ET.parse(page.parent / icon).getroot().tag.endswith("svg")
-
-
-@pytest.mark.slow
-def test_the_copy_button_of_a_console_takes_its_commands_alone(site: Path, tmp_path: Path) -> None:
-    with browser(tmp_path / "chromium") as chrome:
-        for page in PAGES:
-            chrome.get((site / page.relative_to(ROOT).with_suffix(".html")).as_uri())
-            copied = chrome.execute_script(COPIED)
-            told = [shown_commands(block) for block in blocks(page, "console")]
-            assert copied == told, name_of(page)
 
 
 def whole(page: Path) -> tuple[str, list[Block]]:
@@ -300,12 +164,6 @@ def test_the_blocks_of_a_page_are_pieces_of_its_example(page: str) -> None:
         assert any(block.code in file for file in files), f"{place} is in no file of {folder.name}"
 
 
-def shown_commands(block: Block) -> list[str]:
-    """Return the commands of a console, without what is said of each behind it."""
-    lines = [line for line in block.code.splitlines() if line.startswith("$ ")]
-    return [line.removeprefix("$ ").partition("  #")[0].strip() for line in lines]
-
-
 def commands(page: Path) -> list[str]:
     """Return the commands of a page: what stands after a prompt, and what stands in its text."""
     text = page.read_text(encoding="utf-8")
@@ -319,7 +177,7 @@ def test_every_command_of_a_page_is_there(page: Path) -> None:
     for command in commands(page):
         words = shlex.split(command)
         if words[0] == "celery":
-            check_celery(words[3:])
+            check_celery(words[3:] if words[1] == "-A" else words[1:])
         elif words[:2] in (["python", "-m"], ["python3", "-m"]):
             assert importlib.util.find_spec(words[2]), command
         elif words[:2] == ["pip", "install"]:
@@ -379,9 +237,11 @@ def test_every_command_metric_and_event_is_on_its_page() -> None:
     schemas = json.loads((ROOT / "docs" / "command-line.schema.json").read_text())["$defs"]
     for name, command in redlock_command.commands.items():
         section = commands.partition(f"\n## {name}\n")[2].partition("\n## ")[0]
-        for shown in (f"redlock {name} --help", f"redlock {name}( .*)?(?<!--help)\n.+\n"):
-            assert re.search(rf"^\$ celery -A shop {shown}", section, re.MULTILINE), name
-        assert "--json" in {flag for option in command.params for flag in option.opts}, name
+        shown = rf"^\$ celery (-A shop )?redlock {name}( .*)?(?<!--help)\n.+\n"
+        assert re.search(shown, section, re.MULTILINE), name
+        flags = {flag for option in command.params for flag in option.opts if flag[0] == "-"}
+        assert "--json" in flags, name
+        assert [flag for flag in flags - {"--json"} if flag not in section] == [], name
         assert name in schemas
     registry = CollectorRegistry()
     with contextlib.closing(Metrics(registry)):
@@ -395,34 +255,32 @@ def test_every_command_metric_and_event_is_on_its_page() -> None:
 
 
 def test_every_key_and_script_is_on_the_page_of_the_lock() -> None:
-    page = (ROOT / "docs" / "explanation" / "safety-proof.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "explanation" / "safety-checks.md").read_text(encoding="utf-8")
     package = ROOT / "celery_redlock"
     sources = "".join(path.read_text() for path in package.rglob("*.py"))
     keys = set(re.findall(r"\}\}:([a-z]+)", sources))
     assert {"lock", "unique"} <= keys
     assert [key for key in sorted(keys) if f"`{{redlock}}:{key}" not in page] == []
     scripts = sorted(path.stem for path in package.rglob("*.lua") if path.stem != "server")
-    assert [name for name in scripts if f"\n| `{name}` |" not in page] == []
+    listed = "".join(re.findall(r"^- (`[a-z]+`.*?): ", page, re.MULTILINE))
+    assert [name for name in scripts if f"`{name}`" not in listed] == []
 
 
 def test_the_tables_of_sizes_are_what_the_calculator_on_their_page_gives() -> None:
     page = ROOT / "docs" / "operations" / "sizing.md"
     module = types.ModuleType("sizing")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, "sizing", module)  # dataclasses look their module up
-        exec(blocks(page, "python")[0].code, module.__dict__)
+    exec(page.with_suffix(".py").read_text(encoding="utf-8"), module.__dict__)
     rows = [
         [cell.strip().replace(",", "") for cell in line.strip("|").split("|")]
         for line in page.read_text(encoding="utf-8").splitlines()
         if re.match(r"\| [\d.,]+( %)? \|", line)
     ]
     loads = [[float(cell) for cell in row] for row in rows if "%" not in row[0]]
-    assert len(loads) == 5
+    assert len(loads) == 3
     for tasks, *told, sets in loads:
-        node = module.node_for(module.Load(tasks=tasks))
-        gives = [node.scripts, node.cores, node.megabytes, node.megabits, node.connections]
-        assert told == pytest.approx(gives, rel=0.1), tasks
-        assert sets == module.sets_for(module.Load(tasks=tasks))
+        node = module.node_for(tasks)
+        assert told == pytest.approx([*node.values()], rel=0.1), tasks
+        assert sets == module.sets_for(node)
     shares = [
         [1 - float(cell.removesuffix(" %")) / 100 for cell in row] for row in rows if "%" in row[0]
     ]

@@ -1,4 +1,4 @@
-"""The page on crashes shows the tables that the matrix measures."""
+"""The page of ends shows the tables that the matrix measures."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -67,8 +68,22 @@ USES = {
         "made.lost.labels('shop.take').inc()\n"
         "assert b'redlock_lost_total{task=\"shop.take\"} 1.0' in show(registry)",
     ),
+    "postgresql": (
+        "-c",
+        "from celery_redlock import Redlock\n"
+        "(node,) = Redlock(['postgresql://locks@127.0.0.1:1/app']).status().nodes\n"
+        "assert node.node == '127.0.0.1:1/app'\n"
+        "assert 'Connection refused' in node.error",
+    ),
     "testing": ("-m", "pytest", "-q", "test_shop.py"),
 }
+
+PAGES_IN_THE_WHEEL = (
+    "operations/change-nodes.md",
+    "operations/troubleshooting.md",
+    "reference/errors.md",
+    "reference/log-messages.md",
+)
 
 # an installation on a busy machine takes its time
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
@@ -166,6 +181,8 @@ def test_the_wheel_has_all_of_the_package_and_nothing_else(wheel: Path) -> None:
         for path in package.rglob("*")
         if path.is_file() and path.suffix != ".pyc"
     }
+    # the pages that `celery redlock explain` reads
+    wanted |= {f"celery_redlock/docs/{page}" for page in PAGES_IN_THE_WHEEL}
     # beside it: Celery and pytest import these at each of their starts
     wanted |= {"celery_redlock_entry.py", "pytest_celery_redlock.py"}
     assert names == wanted
@@ -183,7 +200,14 @@ def test_the_sdist_has_what_its_tests_need(built: Path, tmp_path: Path) -> None:
     # of those that need neither a server nor an index, the ones that read files beside their own
     readers = ("unit/test_mutants.py", "test_architecture.py", "test_pictures.py")
     assert " passed" in run(*pytest_, *(f"tests/{name}" for name in readers), cwd=unpacked)
-    kept = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "Makefile")
+    kept = (
+        "README.md",
+        "CHANGELOG.md",
+        "CODE_OF_CONDUCT.md",
+        "CONTRIBUTING.md",
+        "LICENSE",
+        "Makefile",
+    )
     for name in kept:
         assert (unpacked / name).read_bytes() == (ROOT / name).read_bytes()
 
@@ -200,6 +224,18 @@ def test_it_works_in_an_environment_of_its_own(plain: Path, tmp_path: Path) -> N
     see_it_work(str(plain / "bin" / "python"), tmp_path)
     celery = (str(plain / "bin" / "celery"), "-A", "shop", "redlock")
     assert "--json" in run(*celery, "doctor", "--help", cwd=tmp_path)
+
+
+def test_it_explains_each_code_without_an_app_and_without_the_repository(
+    plain: Path, tmp_path: Path
+) -> None:
+    explain = (str(plain / "bin" / "celery"), "redlock", "explain")
+    listed = run(*explain, cwd=tmp_path).splitlines()[1:]
+    assert len(listed) > 20
+    known = json.loads(run(*explain, "--json", cwd=tmp_path))["passages"]
+    assert [one["code"] for one in known] == [line.split()[0] for line in listed]
+    assert [one["code"] for one in known if one["text"].count("\n") < 3] == []
+    assert run(*explain, "no-quorum", cwd=tmp_path).startswith("No quorum\n")
 
 
 @pytest.mark.parametrize("extra", EXTRAS)

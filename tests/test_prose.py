@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.pages import PAGES, name_of
+from tests.pages import PAGES, ROOT, name_of
 from tests.prose import MEAN_WORDS, MOST_WORDS, habits, long_sentences, mean_words, sentences
+
+WORDS = 52_000  # of the README and the pages
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
@@ -15,6 +17,21 @@ def test_the_sentences_of_a_page_are_short_and_have_no_habit(page: Path) -> None
     assert mean_words(page) <= MEAN_WORDS
     assert [f"{one.line}: {one.words} words: {one.text}" for one in long_sentences(page)] == []
     found = [f"{one.line}: write {better!r}: {one.text}" for one, better in habits(page)]
+    assert found == []
+
+
+def test_all_pages_together_can_be_read() -> None:
+    pages = [page for page in PAGES if page.is_relative_to(ROOT / "docs")]
+    words = sum(len(page.read_text().split()) for page in [ROOT / "README.md", *pages])
+    assert words <= WORDS, "shorten a page before you write another one"
+
+
+def test_a_text_that_the_package_shows_has_no_habit() -> None:
+    found = [
+        f"{name_of(module)}:{one.line}: write {better!r}: {one.text}"
+        for module in sorted((ROOT / "celery_redlock").rglob("*.py"))
+        for one, better in habits(module)
+    ]
     assert found == []
 
 

@@ -8,10 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import celery_redlock
+import celery_redlock.django
+import celery_redlock.lock.reports
 import celery_redlock.signals
 import celery_redlock.testing
 
-MODULES = (celery_redlock, celery_redlock.signals, celery_redlock.testing)
+MODULES = (
+    celery_redlock,
+    celery_redlock.django,
+    celery_redlock.lock.reports,
+    celery_redlock.signals,
+    celery_redlock.testing,
+)
 LIST = Path(__file__).with_name("public_api.txt")
 
 

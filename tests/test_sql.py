@@ -14,8 +14,8 @@ import pytest
 from tests.pages import PAGES, blocks
 
 TABLES = """
-CREATE TEMPORARY TABLE account (id INTEGER, balance INTEGER, statement TEXT);
-INSERT INTO account VALUES (1, 10, '');
+CREATE TEMPORARY TABLE account (id INTEGER, balance INTEGER, fence BIGINT);
+INSERT INTO account VALUES (1, 10, 0);
 CREATE TEMPORARY TABLE coupon (campaign TEXT, customer TEXT);
 CREATE TEMPORARY TABLE stock (sku TEXT, pieces INTEGER);
 INSERT INTO stock VALUES ('42', 1);
@@ -25,9 +25,6 @@ INSERT INTO article VALUES (1, '', 0)
 COUPON = {"campaign": "may", "customer": "ann"}
 # how a statement of the page begins and ends, what it is given, and how many rows it then touches
 STORY: list[tuple[str, dict[str, Any], int | None]] = [
-    ("ALTER TABLE ... DEFAULT 0", {}, None),
-    ("UPDATE account SET statement ... fence < :token", {"token": 8, "statement": "new"}, 1),
-    ("UPDATE account SET statement ... fence < :token", {"token": 7, "statement": "late"}, 0),
     ("UPDATE account SET fence ... fence < :token", {"token": 9}, 1),
     ("UPDATE account SET fence ... fence < :token", {"token": 8}, 0),
     ("SELECT balance ... id = :id", {}, None),
@@ -39,10 +36,7 @@ STORY: list[tuple[str, dict[str, Any], int | None]] = [
     ("INSERT INTO coupon ... DO NOTHING", COUPON, 0),
     ("UPDATE stock ... pieces > 0", {"sku": "42"}, 1),
     ("UPDATE stock ... pieces > 0", {"sku": "42"}, 0),
-    ("BEGIN", {}, None),
     ("SELECT balance ... FOR UPDATE", {}, None),
-    ("UPDATE account SET balance ... id = :id", {"balance": 14}, 1),
-    ("COMMIT", {}, None),
     ("SELECT pg_advisory_xact_lock ... ", {}, None),
     ("UPDATE article ... version = :version", {"body": "mine", "version": 0}, 1),
     ("UPDATE article ... version = :version", {"body": "lost", "version": 0}, 0),
@@ -54,7 +48,8 @@ Run = Callable[..., int]
 def statements() -> list[str]:
     """Return the statements of all pages, without their comments."""
     code = "\n".join(block.code for page in PAGES for block in blocks(page, "sql"))
-    return [part.strip() for part in re.sub(r"--.*", "", code).split(";") if part.strip()]
+    found = [part.strip() for part in re.sub(r"--.*", "", code).split(";")]
+    return [one for one in found if one and not one.startswith("GRANT")]  # of the lock's own schema
 
 
 def find(told: str) -> str:

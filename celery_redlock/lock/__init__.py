@@ -7,6 +7,7 @@ none, one round for each key) and `model/lease.py` (for how long a lock is valid
 - `retry.py`: the tries of one acquire.
 - `node_status.py`, `inspection.py`: queries of operators about nodes, locks and waiters.
 - `engine/`: acquires, renews, releases; the watchdog; who waits; the reports of events.
+- `postgres/`: what a node does and says if it is a PostgreSQL server.
 - `server/`: the Lua scripts, the restart guard, what a server's errors mean.
 - `model/`: options, names on the nodes, votes, leases, fencing tokens. No clock, no I/O.
 - `transport/`: connections, commands and replies. Not locks.

@@ -7,16 +7,29 @@ import logging
 import os
 import warnings
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from celery_redlock.errors import QuorumUnreachable, SettingsError
+from celery_redlock.errors import LockLost, QuorumUnreachable, SettingsError
+from celery_redlock.lock.claims import delete_claim, list_claims
 from celery_redlock.lock.engine.session import Session
+from celery_redlock.lock.inspection import break_lock, break_rate, list_locks, list_waiting
 from celery_redlock.lock.lock import Lock
 from celery_redlock.lock.model.keys import in_order
 from celery_redlock.lock.model.options import ClientOptions, Guard, LockOptions, grace_period
+from celery_redlock.lock.node_status import read_nodes
 from celery_redlock.lock.platform.clock import platform_for
 from celery_redlock.lock.platform.threads import is_patched_by_eventlet, uninterruptible
+from celery_redlock.lock.reports import (
+    BreakReport,
+    ClaimList,
+    EndedClaim,
+    LockList,
+    LockReport,
+    NodeList,
+    RateReport,
+    WaitingList,
+)
 from celery_redlock.lock.server.admin import trust_nodes
 from celery_redlock.lock.validation import (
     check_drift,
@@ -24,6 +37,7 @@ from celery_redlock.lock.validation import (
     check_nodes,
     check_permits,
     check_prefix,
+    check_rates,
     check_resources,
     check_seconds,
     check_ttl,
@@ -33,17 +47,26 @@ from celery_redlock.lock.validation import (
 logger = logging.getLogger(__name__)
 
 
+def _without_celery(app: Any) -> Redlock:
+    raise RuntimeError("Redlock.of needs an import of celery_redlock")
+
+
+# Returns the `Redlock` of a Celery app. The module `wiring` sets it: tasks are above the lock.
+own_of_app: Callable[[Any], Redlock] = _without_celery
+
+
 class Redlock:
     """Locks on N independent Redis or Valkey nodes; a majority of them grants a lock.
 
     nodes: URLs (redis://, rediss://, unix://, sentinel://host:port,host:port/name), or redis-py
-    clients, whose connection settings are used. prefix: the start of all names on the nodes.
+    clients, whose connection settings are used; or one PostgreSQL (postgresql://).
+    prefix: the start of all names on the nodes.
     node_timeout: seconds for one node to answer; an acquire that has to connect may take 2 s.
     clock_drift: fraction by which clocks may differ in speed. max_ttl: seconds, the longest ttl of
     any client of the prefix.
     restart_guard: which new or restarted nodes wait before they vote. "strict": a node waits for
     max_ttl and a second, unless it is trusted (`trust`). "off": every node votes. "auto": "strict"
-    with two nodes or more, else "off".
+    with two nodes or more, or with PostgreSQL, else "off".
     One object serves all threads and greenlets of a process. A forked child makes its own
     connections. Raises SettingsError.
     """
@@ -70,13 +93,22 @@ class Redlock:
         addresses = check_nodes(level, "nodes", nodes)
         mode = self.restart_guard
         if mode == "auto":
-            mode = "strict" if len(addresses) > 1 else "off"
+            mode = "strict" if len(addresses) > 1 or addresses[0].keeps_locks else "off"
         guard = Guard(mode, self.prefix, grace_period(self.max_ttl))
-        options = ClientOptions(self.prefix, self.node_timeout, self.clock_drift, guard)
+        shared = self.clock_drift, self.max_ttl, guard
+        options = ClientOptions(self.prefix, self.node_timeout, *shared)
         self.session = Session(self, options, addresses, platform_for(addresses))
         self._dropped = weakref.finalize(self, _end_dropped, self.session)
         self._dropped.atexit = False
         _sessions.append(weakref.ref(self.session, _sessions.remove))
+
+    @classmethod
+    def of(cls, app: Any) -> Redlock:
+        """Return the `Redlock` of a Celery app in this process: the one that its tasks use.
+
+        The app keeps it, and closes it. Raises SettingsError, also if no setting names a node.
+        """
+        return own_of_app(app)
 
     def lock(
         self,
@@ -86,8 +118,11 @@ class Redlock:
         wait: float = 0.0,
         renew: bool = True,
         limit: int | Mapping[str, int] = 1,
+        rate: str | tuple[int, float] | Mapping[str, Any] | None = None,
         fencing: bool = False,
         max_hold: float | None = None,
+        reentrant: bool = True,
+        on_lost: Callable[[LockLost], object] | None = None,
     ) -> Lock:
         """Return the lock on a resource, or on several at once. The lock is not acquired yet.
 
@@ -96,7 +131,12 @@ class Redlock:
         whether the watchdog renews the lock every ttl/3. limit: number of holders at one time.
         Of several resources, a mapping from a resource to its number; one that it leaves out has
         one holder. fencing: whether each holder gets a `fencing_token`; only with limit 1.
-        max_hold: seconds after which renewal stops. Raises SettingsError.
+        rate: at most so many acquires in any period, as "100/h" or (100, 3600), over all clients;
+        of several resources, a mapping. max_hold: seconds after which renewal stops. reentrant:
+        whether a thread, greenlet or asyncio task that holds the resource may acquire it again; if
+        not, it is refused as another client is. on_lost: called with the LockLost once the lock is
+        lost, in a thread of the package, as the signal `lock_lost` is sent; what it raises is
+        logged. A nested acquire relies on the outer lock, and on that one's. Raises SettingsError.
         """
         level = f"{type(self).__name__}.lock"
         resources = check_resources(level, resource)
@@ -104,14 +144,82 @@ class Redlock:
         options = LockOptions(
             resources=in_order(resources, limits) if limits else resources,
             limits=limits,
+            rates=None if rate is None else check_rates(level, rate=rate, names=resources),
             fencing=fencing,
             ttl=check_ttl(level, "ttl", ttl, self.node_timeout, self.max_ttl),
             wait=check_wait(level, "wait", wait),
             renew=bool(renew),
+            reentrant=bool(reentrant),
             max_hold=None if max_hold is None else check_seconds(level, "max_hold", max_hold),
             label="",  # of the process that acquires it, which may be a forked child
+            on_lost=on_lost,
         )
         return Lock(self, options)
+
+    def status(self) -> NodeList:
+        """Return the status of each node: whether it answers and votes, and its clock.
+
+        This and the methods below ask all nodes, each on a new connection, in the thread that
+        calls. A node that does not answer costs up to a second, or the node_timeout if longer.
+        """
+        return read_nodes(self.session)
+
+    def locks(self, resource: str | None = None) -> LockList:
+        """Return all locks and rates on the nodes, or those of one resource.
+
+        Without a resource it reads the names of all keys of the nodes' databases.
+        """
+        return list_locks(self.session, resource)
+
+    def rates(self, resource: str | None = None) -> tuple[RateReport, ...]:
+        """Return the rates of which starts are used: those of `locks`."""
+        return self.locks(resource).rates
+
+    def holder(self, resource: str) -> LockReport | None:
+        """Return the lock that is held on a resource, None if it is free; of permits the first.
+
+        The answer may be old once it arrives: to act on a free lock, acquire it. Raises
+        QuorumUnreachable if too few nodes answer to know.
+        """
+        sight = self.locks(resource)
+        held = next((lock for lock in sight.locks if lock.held), None)
+        if held is None and not sight.is_known:
+            causes = [f"{node}: {cause}" for node, cause in sight.failing.items()]
+            raise QuorumUnreachable(resource, causes, sight.needed)
+        return held
+
+    def waiters(self, resource: str | None = None) -> WaitingList:
+        """Return all processes that wait for a lock or a start, or those of one resource.
+
+        In order. Of a worker it is the process; `celery redlock waiters` also asks for its tasks.
+        """
+        return list_waiting(self.session, resource)
+
+    def break_lock(self, resource: str) -> BreakReport:
+        """Take a resource from its holders, give its starts back, and return what was broken.
+
+        A holder is not stopped: its body runs on until its next renewal, and another one may run
+        beside it. Nothing is broken of a resource that nobody holds.
+        """
+        sight = self.locks(resource)
+        locks = tuple(break_lock(self.session, lock) for lock in sight.locks if lock.value)
+        rates = tuple(break_rate(self.session, rate) for rate in sight.rates)
+        return BreakReport(resource, locks, rates, sight.needed)
+
+    def claims(self, pattern: str = "*") -> ClaimList:
+        """Return the claims of deduplicated calls whose resource matches a pattern: `"stock:*"`.
+
+        It reads the names of all keys of the nodes' databases.
+        """
+        return list_claims(self.session, pattern)
+
+    def end_claim(self, resource: str) -> tuple[EndedClaim, ...]:
+        """End the claims of all tasks on a resource, so that the next send is no duplicate.
+
+        resource: as a `ClaimReport` names it. The message of an earlier send runs all the same.
+        """
+        claims = [one for one in self.claims().claims if one.resource == resource]
+        return tuple(delete_claim(self.session, claim) for claim in claims)
 
     def trust(self) -> None:
         """Let every reachable node vote at once. The operator confirms that no lock is held now.

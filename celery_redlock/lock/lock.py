@@ -1,11 +1,13 @@
 """`Lock`: acquire, extend and release, for one owner at a time.
 
-The functions at the end are for a run that was interrupted, and cannot know what it holds. Not
-here: the tries of an acquire (`retry.py`), and one try (`engine/acquirer.py`).
+The functions at the end are for a run that was interrupted, and cannot know what it holds, and for
+a process that may hang. Not here: the tries of an acquire (`retry.py`), and one try
+(`engine/acquirer.py`).
 """
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 from collections.abc import Sequence
@@ -31,6 +33,7 @@ from celery_redlock.lock.server.error_hints import causes_of
 from celery_redlock.lock.validation import check_wait
 
 logger = logging.getLogger(__name__)
+CONFIRM = "celery_redlock.lock.postgres.confirm"  # by name: only `confirm_in` imports it
 
 
 class Lock:
@@ -96,6 +99,41 @@ class Lock:
         if not self.held:
             raise LockLost(self.resource, self._why())
 
+    def confirm_in(self, cursor: Any) -> None:
+        """Confirm the lock in a transaction of the database that is the lock node, PostgreSQL.
+
+        Until the transaction ends, nobody else gets the lock, even if it expires: a write of the
+        transaction is never late. Commit before the release.
+        cursor: what the body writes with: a cursor or connection of psycopg or psycopg2, a
+        connection or session of SQLAlchemy, a cursor of Django. Raises LockLost unless the lock is
+        held, RedlockError for a lock on other nodes, without a transaction (autocommit) and without
+        the schema, and SettingsError for another kind of cursor.
+        """
+        keys = self._keys_to_confirm()
+        if keys:
+            importlib.import_module(CONFIRM).confirm(self.resource, keys, cursor)
+
+    async def confirm_in_async(self, cursor: Any) -> None:
+        """Confirm the lock as `confirm_in` does, without blocking the event loop.
+
+        cursor: an AsyncCursor or AsyncConnection of psycopg, an AsyncConnection or AsyncSession of
+        SQLAlchemy. Raises the errors of `confirm_in`.
+        """
+        keys = self._keys_to_confirm()
+        if keys:
+            await importlib.import_module(CONFIRM).confirm_async(self.resource, keys, cursor)
+
+    def _keys_to_confirm(self) -> list[tuple[str, str]]:
+        """Return name and value of each key; none while locking is off in a test."""
+        self.ensure()
+        leases = [lease for one in acquisitions_of(self) for lease in one.leases]
+        if leases and not self._session.nodes.all[0].address.keeps_locks:
+            raise RedlockError(
+                "confirm_in needs the lock in the database that the body writes: "
+                f"{self.resource!r} is on Redis nodes, so use a fencing token"
+            )
+        return [(lease.key.name, lease.value) for lease in leases]
+
     def try_acquire(self, wait: float | None = None) -> bool:
         """Acquire; return False if the lock is taken. wait, and other errors: as in `acquire`."""
         try:
@@ -109,8 +147,8 @@ class Lock:
 
         Keep a reference: a Lock that is garbage collected is released and not renewed. wait:
         seconds to keep trying; None for the lock's own `wait`. If this thread, greenlet or asyncio
-        task holds the resource already by the same `Redlock`, the acquire is nested. The resource
-        is free after one release for each acquire.
+        task holds the resource already by the same `Redlock`, the acquire is nested, unless the
+        lock has `reentrant=False`. The resource is free after one release for each acquire.
         Raises LockTaken and QuorumUnreachable. Raises LockLost if the outer lock is lost, and
         SettingsError if the outer lock promises less or two nodes turn out to be one server. Raises
         RedlockError if another owner has acquired this object.
@@ -165,11 +203,13 @@ class Lock:
         """
         self._check_owner(self._session.current_owner())
         self.ensure()
+        started = self._clock.now()
         reached = self._session.renewer.renew(acquisitions_of(self))
         self.ensure()
         if not reached:
             nodes = self._session.nodes
-            raise QuorumUnreachable(self.resource, causes_of(nodes.all), nodes.quorum)
+            waited = self._clock.now() - started
+            raise QuorumUnreachable(self.resource, causes_of(nodes.all), nodes.quorum, waited)
 
     @uninterruptible
     def release(self) -> None:
@@ -193,7 +233,7 @@ class Lock:
             now = self._clock.now()
             for one in hold.acquisitions:
                 if one.users == 1:
-                    (held if one.held(now) else lost if one.lost(now) else []).append(one)
+                    (held if one.held(now) else lost if one.expire(now) else []).append(one)
             self._release_hold(hold)
         except RedlockError:
             raise
@@ -307,6 +347,29 @@ def release_all(lock: Lock, *, ended: bool = False) -> None:
         lock.release()
         if len(lock._holds) == before:  # the parent's hold in a forked child, or without a request
             return
+
+
+def renew_for(lock: Lock, seconds: float) -> None:
+    """Have a held lock renewed for this many seconds from now, and no longer, until called again.
+
+    A process that hangs calls this no more, so it loses the lock.
+    """
+    session, now = lock._session, lock._clock.now()
+    for acquisition in acquisitions_of(lock):
+        acquisition.renew_until(now + seconds, now)
+        session.watchdog.reschedule(acquisition)
+
+
+def begin_body(lock: Lock) -> None:
+    """Count the starts of an acquired lock's rates: its body begins now.
+
+    Raises NotAcquired if a start came too late and is not to be had again.
+    """
+    for one in acquisitions_of(lock):
+        if one.options is lock._options:
+            failure = lock._session.acquirer.begin_body(one)
+            if failure is not None:
+                raise failure
 
 
 def acquisitions_of(lock: Lock) -> list[Acquisition]:

@@ -14,9 +14,10 @@ from typing import Any
 import redis
 
 from celery_redlock.errors import NodeError
-from celery_redlock.lock.client import Redlock
 from celery_redlock.lock.engine.core import one_server
+from celery_redlock.lock.engine.session import Session
 from celery_redlock.lock.model.keys import completion_key, guard_keys, inbox_channel, votes_channel
+from celery_redlock.lock.reports import NodeList, NodeStatus
 from celery_redlock.lock.server.admin import ask_each, reply_of
 from celery_redlock.lock.server.handshake import read_info
 from celery_redlock.lock.transport.command import (
@@ -52,36 +53,36 @@ class NodeReport:
         return self.answering - len(self.silent)
 
 
-def ask_nodes(redlock: Redlock) -> NodeReport:
+def ask_nodes(session: Session) -> NodeReport:
     """Connect to every node and report the result, within three node timeouts.
 
     Raises SettingsError if two nodes turn out to be one server.
     """
-    nodes = redlock.session.nodes
-    answering = _connect(redlock)
+    nodes = session.nodes
+    answering = _connect(session)
     failing = [node for node in nodes.all if node.index not in answering]
     causes = [str(node.error or NodeError(node.name, "no answer in time")) for node in failing]
-    _, grace_key = guard_keys(redlock.prefix)
+    _, grace_key = guard_keys(session.options.prefix)
     # milliseconds; negative if the node does not abstain
     left = nodes.query(encode_command("PTTL", grace_key), read_number, nodes=answering)
     abstaining = {nodes.all[index].name: ms / 1000 for index, ms in left.items() if ms > 0}
     return NodeReport(len(nodes.all), nodes.quorum, tuple(causes), abstaining)
 
 
-def exchange_shared_settings(redlock: Redlock) -> Mapping[str, list[str]]:
+def exchange_shared_settings(session: Session) -> Mapping[str, list[str]]:
     """Write this client's shared settings to every node; return the nodes by others found there.
 
     Locks are safe only among clients with the same ones. The last client's stay on the nodes: so
     after a change in all clients, each client warns at most once. Raises SettingsError if two nodes
     turn out to be one server.
     """
-    nodes, answering = redlock.session.nodes, _connect(redlock)
-    request = encode_command("SET", _settings_key(redlock), shared_settings_of(redlock), "GET")
+    nodes, answering = session.nodes, _connect(session)
+    request = encode_command("SET", _settings_key(session), shared_settings_of(session), "GET")
     noted = nodes.query(request, _read_settings, nodes=answering)
-    return _differing(redlock, {nodes.all[index].name: text for index, text in noted.items()})
+    return _differing(session, {nodes.all[index].name: text for index, text in noted.items()})
 
 
-def read_shared_settings(redlock: Redlock) -> Mapping[str, list[str]]:
+def read_shared_settings(session: Session) -> Mapping[str, list[str]]:
     """Return the nodes by shared settings that differ from this client's. Writes nothing.
 
     Unlike a client's connection, this query does not begin the grace period of an unused node.
@@ -89,29 +90,29 @@ def read_shared_settings(redlock: Redlock) -> Mapping[str, list[str]]:
     """
 
     def look(connection: Any) -> tuple[str | None, str]:
-        noted = _read_settings(reply_of(connection, "GET", encoded(_settings_key(redlock))))
+        noted = _read_settings(reply_of(connection, "GET", encoded(_settings_key(session))))
         return noted, read_info(connection).get("run_id", "")
 
-    found, _ = ask_each(redlock.session.nodes, look)
+    found, _ = ask_each(session.nodes, look)
     seen: dict[str, str] = {}
     for node, (_, run_id) in found.items():
         if run_id and run_id in seen:
-            raise one_server(type(redlock).__name__, (seen[run_id], node))
+            raise one_server("Redlock", (seen[run_id], node))
         seen[run_id] = node
-    return _differing(redlock, {node: noted for node, (noted, _) in found.items()})
+    return _differing(session, {node: noted for node, (noted, _) in found.items()})
 
 
-def _settings_key(redlock: Redlock) -> str:
-    return f"{{{redlock.prefix}}}:terms"
+def _settings_key(session: Session) -> str:
+    return f"{{{session.options.prefix}}}:terms"
 
 
 def _read_settings(reply: Any) -> str | None:
     return None if reply is None else read_text(reply)
 
 
-def _differing(redlock: Redlock, noted: Mapping[str, str | None]) -> dict[str, list[str]]:
+def _differing(session: Session, noted: Mapping[str, str | None]) -> dict[str, list[str]]:
     """Return the nodes by the settings noted there, without those like this client's."""
-    own = shared_settings_of(redlock)
+    own = shared_settings_of(session)
     others: dict[str, list[str]] = {}
     for node, settings in noted.items():
         if settings not in (None, own):
@@ -119,47 +120,22 @@ def _differing(redlock: Redlock, noted: Mapping[str, str | None]) -> dict[str, l
     return others
 
 
-def shared_settings_of(redlock: Redlock) -> str:
+def shared_settings_of(session: Session) -> str:
     """Return the settings that all clients of a prefix must share, as text. Times in seconds."""
-    options, nodes = redlock.session.options, len(redlock.session.nodes.all)
-    return f"max_ttl={redlock.max_ttl:g} restart_guard={options.guard.mode} nodes={nodes}"
+    options, nodes = session.options, len(session.nodes.all)
+    return f"max_ttl={session.options.max_ttl:g} restart_guard={options.guard.mode} nodes={nodes}"
 
 
-def _connect(redlock: Redlock) -> Collection[int]:
-    session = redlock.session
+def _connect(session: Session) -> Collection[int]:
     answering = session.nodes.connect(session.clock.now() + 2 * session.nodes.timeout)
     session.check_distinct()
     return answering
 
 
-@dataclass(frozen=True)
-class NodeStatus:
-    """The status of one node.
-
-    node: the address. error: the cause if the node does not answer; all other fields are unknown
-    then. role: "master" or "slave". uptime, latency: seconds. clock: seconds by which the node's
-    clock is ahead of this machine's. policy: the maxmemory-policy. silent_for: remaining seconds of
-    the grace period, in which the node abstains. knows_us: whether the server has voted for this
-    prefix, or may do so without `trust`. Its fields are those of the documented JSON.
-    """
-
-    node: str = ""
-    error: str = ""
-    server: str = ""
-    role: str = ""
-    uptime: float = 0.0
-    latency: float = 0.0
-    clock: float = 0.0
-    policy: str = ""
-    silent_for: float = 0.0
-    knows_us: bool = False
-    votes: bool = False
-
-
-def read_nodes(redlock: Redlock) -> tuple[NodeStatus, ...]:
-    """Return the status of each node, in the order of the setting."""
-    clock, guard = redlock.session.clock, redlock.session.options.guard
-    keys = [encoded(key) for key in guard_keys(redlock.prefix)]
+def read_nodes(session: Session) -> NodeList:
+    """Return the status of each node."""
+    clock, guard = session.clock, session.options.guard
+    keys = [encoded(key) for key in guard_keys(session.options.prefix)]
 
     def look(connection: Any) -> NodeStatus:
         asked = clock.now()
@@ -185,18 +161,20 @@ def read_nodes(redlock: Redlock) -> tuple[NodeStatus, ...]:
             votes=may_vote and (knows_us or guard.mode == "off"),
         )
 
-    found, failing = ask_each(redlock.session.nodes, look)
-    names = [node.name for node in redlock.session.nodes.all]
+    found, failing = ask_each(session.nodes, look)
+    names = [node.name for node in session.nodes.all]
     found |= {name: NodeStatus(error=cause) for name, cause in failing.items()}
-    return tuple(replace(found[name], node=name) for name in names)
+    statuses = tuple(replace(found[name], node=name) for name in names)
+    voting = sum(status.votes for status in statuses)
+    return NodeList(guard.mode, session.nodes.quorum, voting, statuses, guard.grace_period)
 
 
-def missing_rights(redlock: Redlock) -> Mapping[str, list[str]]:
+def missing_rights(session: Session) -> Mapping[str, list[str]]:
     """Return by node which rights of lua/*.lua, of the client and of the commands its user lacks.
 
     Tries each command, and changes nothing. Nodes whose user lacks no right are left out.
     """
-    prefix = redlock.prefix
+    prefix = session.options.prefix
     key, channel = completion_key(prefix, ""), f"{votes_channel(prefix)}\n"  # nobody has these
     inbox = inbox_channel(prefix, "\n")
     tried = [
@@ -204,7 +182,10 @@ def missing_rights(redlock: Redlock) -> Mapping[str, list[str]]:
         ("SET", key, "", "XX", "PX", "1"),  # only if there is such a key
         ("PEXPIRE", key, "1"), ("PTTL", key), ("EXISTS", key), ("SCAN", "0", "COUNT", "1"),
         ("ZADD", key, "XX", "0", "x"), ("ZREM", key, "x"), ("ZRANGE", key, "0", "0"),
-        ("ZRANK", key, "x"), ("EVAL", "return 1", "0"), ("EVALSHA", "0" * 40, "0"),
+        ("ZRANK", key, "x"), ("ZSCORE", key, "x"), ("ZRANGEBYSCORE", key, "0", "0"),
+        ("HGET", key, "x"), ("HGETALL", key), ("HDEL", key, "x"),
+        ("HSET", key, "x", "", "y"),  # refused by the server: a value is missing
+        ("EVAL", "return 1", "0"), ("EVALSHA", "0" * 40, "0"),
         ("SCRIPT", "EXISTS", "0" * 40), ("PUBSUB", "NUMSUB"), ("PUBLISH", channel, ""),
         ("PUBLISH", inbox, ""), ("UNSUBSCRIBE", channel),
         ("SUBSCRIBE", channel),  # last: such a connection takes no other command
@@ -229,7 +210,7 @@ def missing_rights(redlock: Redlock) -> Mapping[str, list[str]]:
                 pass  # of a script that is not there, or a replica: the command is allowed
         return list(missing)
 
-    found, _ = ask_each(redlock.session.nodes, ask)
+    found, _ = ask_each(session.nodes, ask)
     return {node: rights for node, rights in found.items() if rights}
 
 

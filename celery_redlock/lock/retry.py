@@ -19,15 +19,26 @@ from celery_redlock.lock.engine.acquirer import Failure
 from celery_redlock.lock.engine.callers import LONGEST_SPIN, Caller
 from celery_redlock.lock.engine.session import Session
 from celery_redlock.lock.model.acquisition import Acquisition, Hold
-from celery_redlock.lock.model.handoff import LOOK, TURN, AskAgain, Step, WaitFree, next_move
+from celery_redlock.lock.model.handoff import (
+    LOOK,
+    TURN,
+    AskAgain,
+    Step,
+    WaitFree,
+    next_move,
+    unclear_pause,
+)
+from celery_redlock.lock.model.keys import name_of_lock
 from celery_redlock.lock.model.lease import LockKey
 from celery_redlock.lock.model.options import LockOptions
+from celery_redlock.lock.model.rate import Rate, awaited
 from celery_redlock.lock.platform.coroutines import StepRunner, rest
 from celery_redlock.lock.server.error_hints import is_misconfigured, is_of_a_replica
 from celery_redlock.lock.server.requests import REGISTERED_FOR
 
 # all in seconds; acquisition.py has the pauses for rivals that share the nodes
 FIRST_SPIN = 0.05  # between tries while the caller waits for the lock; up to LONGEST_SPIN
+AFTER_START = 0.005  # over which callers spread their looks for the next start of a rate
 LONGEST_DEAF = 5.0  # between looks of a caller that releases can name, in case one was missed
 HOPELESS = 3.0  # for which a caller waits for misconfigured nodes
 CROWD = 100  # locks that callers of a process wait for, or callers for one: more look less often
@@ -51,10 +62,19 @@ class Attempts:
         self._keys = keys
         self._outer: Mapping[str, Acquisition] = {}
         _, flow, _ = hold.owner
-        if flow.held:
+        if flow.held and options.reentrant:
+            for expired in hold.expired_outer(options, self._started):
+                self._release_expired(expired)
             self._outer = hold.add_outer(options, self._started)
             self._keys = [key for key in keys if key.resource not in self._outer]
         self._try = functools.partial(session.acquirer.try_acquire, hold, options, self._keys)
+
+    def _release_expired(self, acquisition: Acquisition) -> None:
+        """Release an acquisition of the owner, of which a node may keep a key for a moment more."""
+        reason = acquisition.expire(self._started)
+        if reason is not None:
+            self._session.events.lost_soon(acquisition, reason)
+        self._session.releaser.release(acquisition)
 
     def run(self, timeout: float) -> None:
         """Acquire, and try again for up to `timeout` seconds.
@@ -144,16 +164,21 @@ class Attempts:
         be older than their last reconnect.
         """
         session, clock, hold = self._session, self._clock, self._hold
-        caller = Caller(self._keys[0].resource, self._keys[0].limit, session.guard.wall())
+        key = self._keys[0]
+        since = 0.0 if self._options.is_hold else session.guard.wall()
+        caller = Caller(name_of_lock(key.resource), key.limit, since)
         if self._is_of_another(first, caller):
-            caller.resource, caller.limit = first.resource, first.limit
+            caller.name, caller.limit = _awaited_of(first)
         # before it joins, so that an exception ends its wait
         hold.end_wait = lambda: session.callers.leave(caller)  # a forked child has its own callers
         session.callers.join(caller)
-        if caller.limit > 1:  # rivals that kept each other from a permit announce no roll-back
+        if (
+            isinstance(caller.limit, int) and caller.limit > 1
+        ):  # rivals that kept each other from a permit announce no roll-back
             caller.plan(Step(LOOK), clock.now() + random.uniform(TURN, 2 * TURN))  # noqa: S311
         failure: Failure | None = first
         tried_at, hopeless_at, tries = clock.now(), clock.now() + HOPELESS, 0
+        quiet = unclear_pause(0.0) if _is_unclear(first) else 0.0
         while failure is not None and (now := clock.now()) < until and not session.is_closed:
             if not self._is_hopeless(failure):
                 hopeless_at = now + HOPELESS
@@ -163,8 +188,11 @@ class Attempts:
             split = hold.pause_of_split()
             pause = self._pause(caller, failure, tries) if split is None else split
             moment = min(now + pause, until)
-            yield caller, min(moment, caller.due) - now
+            quiet_until = min(tried_at + quiet, until)
+            yield caller, max(min(moment, caller.due), quiet_until) - now
             now = clock.now()
+            if now < quiet_until:  # what it gave back itself has named it
+                continue
             step = caller.take_step(now)
             if step is None and (now < moment or self._is_seen(caller, now, until)):
                 continue  # it was woken for a plan, or as the first one; or it need not look
@@ -173,13 +201,14 @@ class Attempts:
             tried_at, before = now, failure
             failure = yield functools.partial(self._act, caller, failure, step, until)
             tries += failure is not before
+            quiet = unclear_pause(quiet) if _is_unclear(failure) else 0.0
         session.callers.leave(caller, acquired=failure is None)
         hold.end_wait = None
         return failure
 
     def _is_of_another(self, failure: Failure, caller: Caller) -> TypeGuard[LockTaken]:
-        """Return whether another resource of the lock than the caller waits for was refused."""
-        is_other = isinstance(failure, LockTaken) and failure.resource != caller.resource
+        """Return whether something else was refused than the caller waits for."""
+        is_other = isinstance(failure, LockTaken) and _awaited_of(failure)[0] != caller.name
         return is_other and any(failure.resource == key.resource for key in self._keys)
 
     def _is_seen(self, caller: Caller, now: float, until: float) -> bool:
@@ -192,7 +221,9 @@ class Attempts:
         if first.due < now - TURN:  # it was told to act, and did not
             callers.pass_over(first)
             return False
-        is_recent = now - first.looked_at < 2 * self._longest_look()
+        is_rate = isinstance(caller.limit, Rate)
+        longest = REGISTERED_FOR / 2 if is_rate else 2 * self._longest_look()
+        is_recent = now - first.looked_at < longest
         return is_recent and callers.inbox.is_listening and not self._hold.splits
 
     def _longest_look(self) -> float:
@@ -211,34 +242,38 @@ class Attempts:
         is_last = now + self._session.nodes.timeout >= until
         if not (is_named or is_last or self._hold.splits) and isinstance(failure, LockTaken):
             step = step or Step(LOOK)
-            place = callers.inbox.place(caller.resource, caller.limit, step.passed)
+            place = callers.inbox.place(caller.name, caller.limit, step.passed)
             move = None if place is None else next_move(place, step)
             if isinstance(move, AskAgain):
                 caller.plan(move.step, self._clock.now() + move.seconds)
                 return failure
             if isinstance(move, WaitFree):
                 ends = move.seconds if math.isfinite(move.seconds) else None
-                ttl, limit = failure.ttl, failure.limit
-                return LockTaken(failure.resource, failure.holder, ends, ttl=ttl, limit=limit)
+                terms: Any = {name: getattr(failure, name) for name in ("ttl", "limit", "rate")}
+                return LockTaken(failure.resource, failure.holder, ends, **terms)
         refusal = self._try()
         if refusal is not None and self._is_of_another(refusal, caller):
             # the try released the others that it had got, which wakes those that wait for them
-            callers.move(caller, refusal.resource, refusal.limit)
+            callers.move(caller, *_awaited_of(refusal))
         elif refusal is not None:
-            callers.inbox.changed(caller.resource, anew=True)
+            callers.inbox.changed(caller.name, anew=True)
         return refusal
 
     def _pause(self, caller: Caller, failure: Failure, tries: int) -> float:
         """Return the seconds until the caller looks by itself: random, so not all at once."""
         uniform, callers = random.uniform, self._session.callers
         if callers.first_of(caller) is not caller:
-            return uniform(1.0, 2.0) * max(1.0, len(callers.line(caller.resource)) / CROWD)
-        if callers.inbox.is_listening and isinstance(failure, LockTaken):
+            return uniform(1.0, 2.0) * max(1.0, len(callers.line(caller.name)) / CROWD)
+        is_rate = isinstance(caller.limit, Rate)
+        if is_rate and callers.inbox.is_listening:  # a start that is given back is announced
+            spin = uniform(0.5, 1.0) * REGISTERED_FOR / 2
+        elif callers.inbox.is_listening and isinstance(failure, LockTaken):
             spin = uniform(0.2, 1.0) * self._longest_look()
         else:
             spin = uniform(0.001, min(LONGEST_SPIN, FIRST_SPIN * 2 ** min(tries, 16)))
         ends = failure.expires_in if isinstance(failure, LockTaken) else None
-        return spin if ends is None else min(spin, ends + uniform(0, FIRST_SPIN))
+        spread = AFTER_START if is_rate else FIRST_SPIN
+        return spin if ends is None else min(spin, ends + uniform(0, spread))
 
     def _is_hopeless(self, failure: Failure) -> bool:
         """Return whether no quorum is possible before an operator changes a setting."""
@@ -248,3 +283,11 @@ class Attempts:
         wrong = [cause for cause in failure.causes if is_misconfigured(cause)]
         lasting = [cause for cause in wrong if not is_of_a_replica(cause)]  # a failover may end it
         return len(lasting) > len(nodes.all) - nodes.quorum
+
+
+def _awaited_of(refusal: LockTaken) -> tuple[str, int | Rate]:
+    return awaited(refusal.resource, refusal.limit, refusal.rate)
+
+
+def _is_unclear(failure: Failure | None) -> bool:
+    return isinstance(failure, LockTaken) and failure.is_unclear

@@ -7,18 +7,19 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from celery_redlock.errors import SettingsError
 from celery_redlock.lock.engine.acquirer import ROUNDS_IN_TTL
 from celery_redlock.lock.model.keys import in_order
+from celery_redlock.lock.model.rate import LONGEST_PERIOD, MOST_STARTS, SHORTEST_PERIOD, Rate
 from celery_redlock.lock.transport.address import parse_address, redact_url
 from celery_redlock.lock.transport.command import encoded
 
 RESTART_GUARDS = ("auto", "strict", "off")
 LONGEST = 366 * 86_400.0  # seconds; no clock, timer or node counts wrong up to there
-MOST_PERMITS = 1000  # of a lock: each one is a key, and a try may look at all of them
+MOST_PERMITS = 1000  # of a lock or a rate: a try may look at all of them
 MOST_BYTES = 1024  # of a resource's name, which is in keys, channels, errors and log lines
 
 
@@ -93,6 +94,14 @@ def check_nodes(level: str, name: str, nodes: Any) -> list[Any]:
             hint = "name each server once: the same one twice is one vote counted twice"
             raise SettingsError(level, name, shown, hint)
         seen[address.server] = address.name
+    kinds = {address.keeps_locks for address in addresses}
+    if len(addresses) > 1 and True in kinds:
+        hint = (
+            "nodes of two kinds have no common majority: name Redis nodes, or one PostgreSQL"
+            if len(kinds) > 1
+            else "name one PostgreSQL: its durability replaces the majority"
+        )
+        raise SettingsError(level, name, ", ".join(one.name for one in addresses), hint)
     return addresses
 
 
@@ -143,15 +152,73 @@ def check_permits(
     check_limit(level, "limit", limit)
     wrong = functools.partial(SettingsError, level, "limit", repr(limit))
     if isinstance(limit, Mapping):
-        unknown = [name for name in limit if name not in names]
-        if unknown:
-            known = ", ".join(map(repr, names)) or "none that a mapping can name"
-            raise wrong(f"{unknown[0]!r} is not in the key, whose resources are {known}")
+        _check_names(limit, names, wrong)
         above = {name: one for name, one in limit.items() if one > 1}
     else:
         if len(names) > 1:
-            raise wrong(f"one number is of one resource: name it, as {{{names[0]!r}: {limit}}}")
+            raise wrong(
+                f"one number applies to one resource: name it, as {{{names[0]!r}: {limit}}}"
+            )
         above = dict.fromkeys(names or ("",), limit)  # "": each call has a name of its own
     if above and fencing:
-        raise wrong("holders have no order, so no fencing tokens: limit=1, or no fencing")
+        raise wrong("a lock with several holders has no fencing tokens: set limit=1, or no fencing")
     return above or None
+
+
+def _check_names(
+    given: Iterable[str], names: Sequence[str], wrong: Callable[[str], SettingsError]
+) -> None:
+    """Raise the error that `wrong` makes of a hint if a mapping names what is not in the key."""
+    unknown = [name for name in given if name not in names]
+    if unknown:
+        known = f"whose resources are {', '.join(map(repr, names))}"
+        known = known if names else "which has no templates"
+        raise wrong(f"{unknown[0]!r} is not in the key, {known}")
+
+
+def check_rate(level: str, name: str, rate: Any) -> Any:
+    """Return a rate as a `Rate`, or a dict of those for several names; raises SettingsError.
+
+    None: no rate.
+    """
+    if isinstance(rate, Mapping):
+        return {one: _rate_of(level, name, rate, rate[one]) for one in rate}
+    return None if rate is None else _rate_of(level, name, rate, rate)
+
+
+def _rate_of(level: str, name: str, given: Any, one: Any) -> Rate:
+    found = one if isinstance(one, Rate) else None
+    if isinstance(one, str):
+        found = Rate.parse(one.strip())
+    elif isinstance(one, (tuple, list)) and len(one) == 2 and is_number(one[1]):
+        found = Rate(one[0], float(one[1]))
+    if found is None or type(found.starts) is not int or found.starts < 1:
+        hint = (
+            'must be a text as "10/s", "100/m", "100/h" or "5/d", or (starts, seconds), with one '
+            "start at least; or a mapping to such rates"
+        )
+        raise SettingsError(level, name, repr(given), hint)
+    if found.starts > MOST_STARTS:
+        hint = f"at most {MOST_STARTS} starts: each one is kept on the nodes. For more take a "
+        raise SettingsError(level, name, repr(given), f"{hint}token bucket in the client's code")
+    if not SHORTEST_PERIOD <= found.period <= LONGEST_PERIOD:
+        hint = f"its period must be from {SHORTEST_PERIOD:g} to {LONGEST_PERIOD:.0f} seconds, a day"
+        raise SettingsError(level, name, repr(given), hint)
+    return found
+
+
+def check_rates(level: str, *, rate: Any, names: Sequence[str]) -> dict[str, Rate] | None:
+    """Return the rates by name, None without one; raises SettingsError.
+
+    names: of resources, or templates. A name that a mapping leaves out has no rate.
+    """
+    checked = check_rate(level, "rate", rate)
+    if not checked:
+        return None
+    wrong = functools.partial(SettingsError, level, "rate", repr(rate))
+    if isinstance(checked, dict):
+        _check_names(checked, names, wrong)
+        return checked
+    if len(names) > 1:
+        raise wrong(f"one rate applies to one resource: name it, as {{{names[0]!r}: '{checked}'}}")
+    return dict.fromkeys(names or ("",), checked)  # "": each call has a name of its own

@@ -1,6 +1,6 @@
-"""What a worker answers to operators: the locks that it holds, and the messages that wait in it.
+"""What a worker answers to operators: its locks, the messages that wait in it, its settings.
 
-`celery inspect redlock_held` and `celery inspect redlock_waiting`, or `app.control.broadcast`.
+`celery inspect redlock_held`, `redlock_waiting`, `redlock_settings`, or `app.control.broadcast`.
 Source: celery.worker.control: a registered function answers in the worker's main process. It reads
 the locks of its children from the memory that it shares with them.
 """
@@ -12,10 +12,10 @@ from typing import Any
 
 from celery_redlock.label import Holder
 from celery_redlock.lock.model.keys import parts_of
-from celery_redlock.lock.node_status import in_iso
+from celery_redlock.lock.node_status import in_iso, shared_settings_of
 from celery_redlock.lock.platform.clock import SystemClock
 from celery_redlock.tasks.children.reaper import held_by_children
-from celery_redlock.tasks.delivery.delivery import LockHeader
+from celery_redlock.tasks.delivery.delivery import Deferral, LockHeader
 from celery_redlock.tasks.per_app import redlock_of
 from celery_redlock.tasks.waiting.room import waiters_of
 
@@ -30,7 +30,7 @@ def held_locks_of(app: Any) -> list[dict[str, Any]]:
     return [
         {"resource": resource, "holder": asdict(Holder.of(label)), "since": in_iso(since)}
         for resource, value in sorted(found)
-        for label, since, _ in [parts_of(value)]
+        for label, since, *_ in [parts_of(value)]
     ]
 
 
@@ -39,13 +39,25 @@ def redlock_held(state: Any) -> list[dict[str, Any]]:
     return held_locks_of(state.app)
 
 
+def _reason_of(deferral: Deferral) -> str:
+    """Return for people what refused a message, of all that it needs."""
+    if not deferral.is_taken:
+        return deferral.why
+    if deferral.rate:
+        return f"rate of {deferral.resource}: {deferral.rate}"
+    one_of_several = f" of {deferral.resource}" if len(deferral.resources) > 1 else ""
+    return f"the lock{one_of_several} is taken"
+
+
 def redlock_waiting(state: Any) -> list[dict[str, Any]]:
     """Return the messages that wait here for a lock, by priority, then by first deferral."""
     now = SystemClock().now()
     return [
         {
             "resources": list(deferral.resources),
-            "reason": "the lock is taken" if deferral.is_taken else deferral.why,
+            "resource": deferral.resource,
+            "rate": deferral.rate,
+            "reason": _reason_of(deferral),
             "task_id": waiting.request.id,
             "task": waiting.request.name,
             "since": in_iso(deferral.since),
@@ -55,3 +67,16 @@ def redlock_waiting(state: Any) -> list[dict[str, Any]]:
         for waiting in waiters_of(state.consumer)
         for deferral in [LockHeader.of(waiting.request._context).deferral]
     ]
+
+
+def shared_by(app: Any) -> dict[str, Any]:
+    """Return what all clients of a prefix must share, and the names of the nodes."""
+    session = redlock_of(app).session
+    names = sorted(node.name for node in session.nodes.all)
+    shared = shared_settings_of(session)
+    return {"prefix": session.options.prefix, "settings": shared, "nodes": names}
+
+
+def redlock_settings(state: Any) -> dict[str, Any]:
+    """Return the settings of this worker that all clients of its prefix must share."""
+    return shared_by(state.app)

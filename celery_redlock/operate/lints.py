@@ -31,11 +31,14 @@ from celery_redlock.tasks.settings.app import (
 )
 from celery_redlock.tasks.settings.levels import (
     KEY_OPTIONS,
+    OF_THE_KEY,
     decides_key,
+    declared_queues,
     one_redis,
+    time_limit_of,
     visibility_timeout,
 )
-from celery_redlock.tasks.settings.options import EffectiveOptions
+from celery_redlock.tasks.settings.options import OPTION, EffectiveOptions, OptionValue
 from celery_redlock.tasks.settings.templates import templates_of
 from celery_redlock.tasks.startup import locked_tasks, locks_tasks
 from celery_redlock.tasks.task import LockedTask
@@ -106,7 +109,8 @@ def left_open(app: Any) -> tuple[Lint, ...]:
     """Return what the defaults leave to the user to decide: at most one line each, as advice."""
     found: list[Lint] = []
     settings, tasks, visibility = settings_of(app), _locking(app), visibility_timeout(app.conf)
-    if tasks and len(settings.nodes) == 1 and settings.restart_guard != "strict":
+    keep_locks = [parse_address(one, "app", "nodes").keeps_locks for one in settings.nodes]
+    if tasks and settings.restart_guard != "strict" and keep_locks == [False]:
         hint = (
             "if it restarts without its data, a lock that is held is free, and two tasks can run "
             "together: name three nodes, or set redlock_restart_guard='strict'"
@@ -115,15 +119,15 @@ def left_open(app: Any) -> tuple[Lint, ...]:
     unbounded = [task.name for task in tasks if _is_unbounded(task)]
     if unbounded:
         hint = (
-            f"{_listed(unbounded)}: a body that never ends holds its lock for ever, and messages "
-            "wait behind it for ever: set lock_max_hold or a time_limit, or lock_max_wait"
+            f"{_listed(unbounded)}: a body that never ends keeps its lock forever, and messages "
+            "wait behind it forever: set lock_max_hold or a time_limit, or lock_max_wait"
         )
         found.append(Lint(ADVICE, "max_wait, max_hold", "None", hint))
     late = [task.name for task in tasks if task.acks_late]
     if late and visibility is not None:
         hint = (
-            f"{_listed(late)}: messages that wait in a killed worker run after this time, in "
-            "seconds. A task without a lock that runs for longer is run twice"
+            f"{_listed(late)}: the broker delivers a killed worker's messages again after these "
+            "seconds, and those of a task without a lock that runs for longer"
         )
         setting = "app: broker_transport_options: visibility_timeout"
         found.append(Lint(ADVICE, setting, f"{visibility:g}", hint))
@@ -136,7 +140,8 @@ def _is_unbounded(task: LockedTask) -> bool:
         options = config_of(task).options_for(_queue_of(task))
     except SettingsError:  # `lint` tells of it
         return False
-    return {_time_limit(task), options.max_wait, options.max_hold} == {None}
+    waits = options.on_conflict not in ("skip", "fail")
+    return waits and {time_limit_of(task), options.max_wait, options.max_hold} == {None}
 
 
 def _all(app: Any) -> Iterator[Lint]:
@@ -164,6 +169,7 @@ def _all(app: Any) -> Iterator[Lint]:
         else:
             tasks.append((task, options))
     for task, options in tasks:
+        yield from _without_effect(task, options)
         yield from _names_as_templates(task, options)
         yield from _times(task, options)
         on_unreachable = options["on_unreachable"]
@@ -171,8 +177,8 @@ def _all(app: Any) -> Iterator[Lint]:
             hint = "a run without its lock has no fencing token: use 'defer' or 'fail'"
             yield Lint(WARNING, str(on_unreachable.source), "'run'", hint)
     yield from _shared_limits(tasks)
-    yield from _limits_of_all_arguments(app, tasks)
-    yield from _inherited_limits(tasks)
+    yield from _of_all_arguments(app, tasks)
+    yield from _inherited(tasks)
     yield from _acknowledgement(_locking(app))
     yield from _memory(app, tasks)
 
@@ -192,21 +198,6 @@ def _queue_of(task: LockedTask) -> str:
         return str(task.app.conf.task_default_queue)
 
 
-def _time_limit(task: LockedTask) -> float | None:
-    """Return the seconds after which a body ends for certain, None for no limit."""
-    # Celery before 5.7 leaves the app's limits to the pool, and None on its tasks
-    conf = task.app.conf
-    soft = conf.task_soft_time_limit if task.soft_time_limit is None else task.soft_time_limit
-    hard = conf.task_time_limit if task.time_limit is None else task.time_limit
-    return soft if hard is None else hard  # type: ignore[no-any-return]
-
-
-def declared_queues(conf: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the names of the queues in the settings, without queues that a send creates."""
-    queues = conf.get("task_queues") or [conf.get("task_default_queue")]
-    return tuple(str(getattr(queue, "name", queue)) for queue in queues)
-
-
 def _unknown_queues(patterns: Iterable[str], declared: Sequence[str], conf: Any) -> Iterator[Lint]:
     """Give names in `redlock_queues` that no queue has."""
     creates = bool(conf.task_create_missing_queues)
@@ -214,9 +205,9 @@ def _unknown_queues(patterns: Iterable[str], declared: Sequence[str], conf: Any)
         if is_glob(pattern) or pattern in declared:
             continue
         found = did_you_mean(pattern, declared).removeprefix("; ")
-        hint = f"is no queue of task_queues, so these options apply to no task; {found}"
+        hint = f"is not in task_queues, so these options apply to no task; {found}"
         if creates:
-            hint = f"is no queue of task_queues; {found}. Right if a send creates it"
+            hint = f"is not in task_queues; {found}. Ignore this if a call creates it"
         yield Lint(WARNING if creates else ERROR, "app: redlock_queues", repr(pattern), hint)
 
 
@@ -240,17 +231,33 @@ def _entries(app: Any) -> Iterator[Lint]:
     setting, entries = "app: redlock_tasks", settings_of(app).tasks
     names = [name for name in app.tasks if not name.startswith(CELERY_PREFIX)]
     matched = {pattern_for(name, entries) for name in names}
-    own_tasks = [one.name for one in _locking(app) if ENTRY not in type(one).__dict__]
+    own_tasks = (one.name for one in _locking(app) if ENTRY not in type(one).__dict__)
     own = {pattern_for(name, entries): name for name in own_tasks}
     for pattern in entries:
-        if pattern not in matched and is_glob(pattern):
+        earlier = [pattern_for(name, entries) for name in names if pattern_for(name, [pattern])]
+        if pattern not in matched and earlier:
+            hint = f"applies to no task, because {earlier[0]!r} comes first: name it before that"
+            yield Lint(WARNING, setting, repr(pattern), hint)
+        elif pattern not in matched and is_glob(pattern):
             yield Lint(ADVICE, setting, repr(pattern), "matches no task of this worker")
         elif pattern not in matched:
             found = did_you_mean(pattern, names).removeprefix("; ")
-            yield Lint(WARNING, setting, repr(pattern), f"is no task of this worker; {found}")
+            yield Lint(WARNING, setting, repr(pattern), f"is not a task of this worker; {found}")
         elif pattern in own:
             hint = f"does not apply to {own[pattern]}, a LockedTask: its own lock_* options do"
             yield Lint(ADVICE, setting, repr(pattern), hint)
+
+
+def _without_effect(task: LockedTask, options: EffectiveOptions) -> Iterator[Lint]:
+    """Give attributes named as options without the prefix, and options that need another one."""
+    if options["unique_for"].value is options["debounce"].value is None:
+        for name in sorted(config_of(task).options.keys() & {"on_duplicate", "unique_until"}):
+            one = options[name]
+            hint = "has no effect without lock_unique_for"
+            yield Lint(WARNING, str(one.source), repr(one.value), hint)
+    for name in sorted(OPTION.keys() & vars(type(task)).keys()):
+        hint = f"does not change the lock: did you mean lock_{name}?"
+        yield Lint(WARNING, f"task {task.name!r}: {name}", repr(vars(type(task))[name]), hint)
 
 
 def _prefixes(app: Any) -> Iterator[Lint]:
@@ -305,7 +312,7 @@ def _times(task: LockedTask, options: EffectiveOptions) -> Iterator[Lint]:
             f"{visibility:g} s, is delivered twice: lower it, or raise visibility_timeout"
         )
         yield Lint(WARNING, f"task {task.name!r}: default_retry_delay", f"{after:g}", hint)
-    name, ttl, limit = task.name, options["ttl"].value, _time_limit(task)
+    name, ttl, limit = task.name, options["ttl"].value, time_limit_of(task)
     source = str(options["renew"].source)
     if options["renew"].value:
         return
@@ -345,40 +352,51 @@ def _shared_limits(tasks: Sequence[TaskInQueue]) -> Iterator[Lint]:
             yield Lint(WARNING, f"lock {shape!r}: limit", " and ".join(map(str, by_limit)), hint)
 
 
-def _limits_of_all_arguments(app: Any, tasks: Sequence[TaskInQueue]) -> Iterator[Lint]:
-    """Give limits on the default key: so many may run with equal arguments, and all with others."""
-    without_key = [task.name for task, _ in tasks if not decides_key(config_of(task).task_options)]
+def _of_all_arguments(app: Any, tasks: Sequence[TaskInQueue]) -> Iterator[Lint]:
+    """Give limits and rates on the default key: calls with other arguments are not counted."""
+    without_key = [one for one, _ in tasks if not decides_key(config_of(one).task_options)]
     found = [
-        (options["limit"].source, options["limit"].value)
+        options[name]
         for _, options in tasks
+        for name in OF_THE_KEY
         if options["key"].value is None and options["args"].value is None
     ]
     for pattern, level in settings_of(app).queues.items():
         if without_key and not decides_key(level):
-            found.append((OptionSource.at("queues", "limit", pattern), level.get("limit", 1)))
-    for source, limit in found:
-        if type(limit) is int and limit > 1:
-            hint = (
-                "no key is named, so it is of each set of arguments, and calls with others run "
-                'beside them: set a key, as "{task}" or "{queue}"'
-            )
-            yield Lint(WARNING, str(source), str(limit), hint)
-
-
-def _inherited_limits(tasks: Sequence[TaskInQueue]) -> Iterator[Lint]:
-    """Give limits of a queue or the app that hold for a key of a task's own."""
-    inheriting: dict[tuple[str, int], list[str]] = {}
-    for task, options in tasks:
-        own, limit = config_of(task).options, options["limit"]
-        names_key = any(own.get(name) is not None for name in KEY_OPTIONS)
-        if names_key and "limit" not in own and type(limit.value) is int and limit.value > 1:
-            inheriting.setdefault((str(limit.source), limit.value), []).append(task.name)
-    for (source, number), names in inheriting.items():
+            for name in filter(level.__contains__, OF_THE_KEY):
+                found.append(
+                    OptionValue(name, level[name], OptionSource.at("queues", name, pattern))
+                )
+    for option in filter(_is_one_number, found):
         hint = (
-            f"{_listed(names)}: so many runs hold the task's own key at once, which may be meant "
-            "for one: set lock_limit at the task"
+            "no key is set, so it applies to each set of arguments alone: set a key, as "
+            '"{task}" or "{queue}"'
         )
-        yield Lint(WARNING, source, str(number), hint)
+        yield Lint(WARNING, str(option.source), repr(option.value), hint)
+
+
+def _inherited(tasks: Sequence[TaskInQueue]) -> Iterator[Lint]:
+    """Give limits and rates of a queue or the app that hold for a key of a task's own."""
+    inheriting: dict[OptionValue, list[str]] = {}
+    for task, options in tasks:
+        own = config_of(task).options
+        if any(own.get(name) is not None for name in KEY_OPTIONS):
+            for option in map(options.__getitem__, OF_THE_KEY):
+                if option.name not in own and _is_one_number(option):
+                    inheriting.setdefault(option, []).append(task.name)
+    meant = {
+        "limit": "the limit applies to the task's own key, so several runs hold it at once",
+        "rate": "the rate applies to the task's own key, and is not shared with other tasks",
+    }
+    for option, names in inheriting.items():
+        hint = f"{_listed(names)}: {meant[option.name]}: set lock_{option.name} at the task"
+        yield Lint(WARNING, str(option.source), repr(option.value), hint)
+
+
+def _is_one_number(option: OptionValue) -> bool:
+    """Return whether it is a limit above 1, or a rate, and no mapping or callable."""
+    value = option.value
+    return isinstance(value, str) or (type(value) is int and value > 1)
 
 
 def _acknowledgement(tasks: Sequence[LockedTask]) -> Iterator[Lint]:
@@ -392,7 +410,7 @@ def _acknowledgement(tasks: Sequence[LockedTask]) -> Iterator[Lint]:
         yield Lint(ADVICE, "acks_late", "False", hint)
     dropped = [task.name for task in tasks if task.acks_late and not task.reject_on_worker_lost]
     if dropped:
-        hint = f"{_listed(dropped)}: a run whose child is killed ends as FAILURE: set it, too"
+        hint = f"{_listed(dropped)}: a run whose child is killed ends as FAILURE: set it to True"
         yield Lint(ADVICE, "reject_on_worker_lost", "False", hint)
 
 

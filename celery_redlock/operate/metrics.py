@@ -23,7 +23,6 @@ from typing import Any
 from billiard.process import current_process
 
 from celery_redlock import signals
-from celery_redlock.lock.node_status import read_nodes
 from celery_redlock.operate.control import held_locks_of
 from celery_redlock.tasks.children.reaper import forks_children
 from celery_redlock.tasks.delivery.delivery import Delivery, LockHeader, utc_now
@@ -55,6 +54,8 @@ class Metrics:
         self.acquired = counter("acquired", "Locks that were acquired.", "task")
         self.deferred = counter("deferred", "Messages that were deferred.", "task")
         self.skipped = counter("skipped", "Runs that were skipped.", "task")
+        text = "Messages that were deferred or skipped because a rate was used up."
+        self.rate_refused = counter("rate_refused", text, "task")
         self.released = counter("released", "Locks that were released.", "task", "by")
         self.lost = counter("lost", "Locks that were lost in use.", "task")
         self.extended = counter("extended", "Renewals that a quorum confirmed.", "task")
@@ -66,6 +67,8 @@ class Metrics:
         self._connections = (
             (signals.lock_acquired, self._on_acquired),
             (signals.lock_deferred, _incrementing(self.deferred)),
+            (signals.lock_deferred, self._on_refused),
+            (signals.lock_skipped, self._on_refused),
             (signals.lock_handed_off, _incrementing(self.handoffs, "step")),
             (signals.lock_skipped, _incrementing(self.skipped)),
             (signals.lock_released, self._on_released),
@@ -79,7 +82,9 @@ class Metrics:
     def initialize(self, tasks: Iterable[str], nodes: Iterable[str]) -> None:
         """Export all counters as 0: Prometheus sees no increase if a counter first appears as 1."""
         for task in tasks:
-            for counter in (self.acquired, self.deferred, self.skipped, self.lost, self.extended):
+            for counter in (self.acquired, self.deferred, self.skipped, self.rate_refused):
+                counter.labels(task)
+            for counter in (self.lost, self.extended):
                 counter.labels(task)
             for by in ("holder", "parent"):
                 self.released.labels(task, by)
@@ -108,6 +113,10 @@ class Metrics:
     def _on_released(self, sender: Any = None, event: Any = None, **_: Any) -> None:
         self.released.labels(_task(sender), event.by).inc()
         self.held.labels(_task(sender)).observe(event.held_for)
+
+    def _on_refused(self, sender: Any = None, event: Any = None, **_: Any) -> None:
+        if event.rate:
+            self.rate_refused.labels(_task(sender)).inc()
 
     def _on_node_failed(self, event: Any = None, **_: Any) -> None:
         self.node_failed.labels(event.node).inc()
@@ -147,7 +156,7 @@ class StateCollector:
         yield _gauge("held", "Locks that this worker holds.", "task", held)
         waiting = Counter(waiter.request.name for waiter in waiters_of(self._consumer))
         yield _gauge("waiting", "Messages that wait here for a lock.", "task", waiting)
-        nodes = read_nodes(redlock_of(app))
+        nodes = redlock_of(app).status().nodes
         votes = {node.node: float(node.votes) for node in nodes}
         yield _gauge("node_votes", "Whether a node votes: 1 or 0.", "node", votes)
         latency = {node.node: node.latency for node in nodes if not node.error}

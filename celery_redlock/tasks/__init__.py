@@ -5,7 +5,7 @@ By topic, from the settings to a worker's start:
 
 - `settings/`: the options, merged from five levels and checked; the keys made of arguments.
 - `declaration.py`: what a task's class declares, and what its functions take.
-- `wrapping.py`: the wrapper of a task's `run` and hooks.
+- `typed_options.py`: the types of options. `wrapping.py`: the wrapper of a task's `run` and hooks.
 - `delivery/`: one message: its header, its route, its run id; how it is published again.
 - `execution/`: a run from its delivery to its end, and what becomes of it without its lock.
 - `body.py`: how LockLost is raised in a running body. `unique/`: deduplication of sends.

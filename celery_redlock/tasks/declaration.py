@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import types
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -28,8 +29,8 @@ Body = Callable[..., Any]
 def refuse_awaitable(task: Any, found: str) -> NoReturn:
     """Raise SettingsError for a task whose body must be awaited. found: what is to be awaited."""
     hint = (
-        "whoever awaits it would do so without its lock, and Celery does not: take a `def` that "
-        "runs it to its end, as by asyncio.run or asgiref's async_to_sync, or lock_key=False"
+        "a locked task cannot be async: use a `def` that calls asyncio.run() or asgiref's "
+        "async_to_sync, or set lock_key=False"
     )
     raise SettingsError(f"task {task.name!r}", "run", found, hint)
 
@@ -120,3 +121,18 @@ def with_self(body: Any) -> inspect.Signature:
     signature = signature_of(body.__func__)
     first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
     return signature.replace(parameters=[first, *signature.parameters.values()])
+
+
+def refuse_aio_pool(task: Any) -> None:
+    """Raise SettingsError in a worker of celery-aio-pool.
+
+    That pool calls bodies in another thread, and keeps there what it knows of a run for the next
+    run as well: after a late run its lock would stay, and the next run would take none.
+    """
+    if sys.modules["celery_aio_pool.pool"].AsyncIOPool.singleton is None:
+        return
+    hint = (
+        f"calls bodies apart from their runs, so that {task.name} cannot be locked: use prefork, "
+        "threads, gevent or solo, or lock_key=False"
+    )
+    raise SettingsError("worker", "pool", "celery_aio_pool", hint)

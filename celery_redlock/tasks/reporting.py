@@ -222,8 +222,9 @@ class StateReporter:
         """Store and send DEFERRED. info, why: as of `Deferral`."""
         if self.stores:
             self._store(functools.partial(self._store_deferred, info))
-        text = "{resource}: {why}; deferrals: {deferrals}; waited: {waited:.1f} s; next try: "
-        text = f"{text}{{next_try}}".format(why=why, **info)
+        why = why if "rate" in info else f"{info['resource']}: {why}"  # that of a rate names it
+        text = "{why}; deferrals: {deferrals}; waited: {waited:.1f} s; next try: {next_try}"
+        text = text.format(why=why, **info)
         self._send("task-deferred", result=text, **info)
 
     def _is_aborted(self) -> bool:

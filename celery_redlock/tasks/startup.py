@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import logging
 import math
+import re
 import types
 from collections.abc import Mapping
 from contextlib import suppress
@@ -41,6 +42,7 @@ from celery_redlock_entry import lock_names
 
 logger = logging.getLogger(__name__)
 
+_ALMOST_LOCK = re.compile("(?:red)?lock_?", re.IGNORECASE)  # before the name of an option
 _warned_of: set[str] = set()  # names of tasks
 
 
@@ -134,6 +136,7 @@ class AdoptingRegistry(TaskRegistry):
     def check(self, name: str, task: Any) -> None:
         """Raise SettingsError if a task has options of a lock and takes none, or has them twice."""
         if isinstance(task, LockedTask):
+            _refuse_misspelt(task)
             if self.pattern_for(name) == name and ENTRY not in type(task).__dict__:
                 hint = (
                     f"{name} is a LockedTask already: set lock_* on it, or from outside by "
@@ -153,6 +156,20 @@ class AdoptingRegistry(TaskRegistry):
             hint = "has no effect without base=LockedTask: the task would run without a lock"
             option = written.removeprefix("lock_")
             raise OptionSource.at("task", option, name).wrong(value, hint)
+
+
+def _refuse_misspelt(task: LockedTask) -> None:
+    """Raise SettingsError for an attribute whose name is almost that of an option."""
+    for written, value in vars(type(task)).items():
+        prefix = _ALMOST_LOCK.match(written)
+        option = written[prefix.end() :].lower() if prefix else ""
+        if written == "lock" and isinstance(value, Mapping) and ENTRY not in vars(type(task)):
+            hint = f"is for a call; at a task write {', '.join(f'lock_{one}=' for one in value)}"
+        elif option in OPTION and written != f"lock_{option}":
+            hint = f"is not an option: did you mean lock_{option}?"
+        else:
+            continue
+        raise SettingsError(f"task {task.name!r}", written, repr(value), hint)
 
 
 def adopt_task(task: Any, pattern: str) -> None:
@@ -231,8 +248,8 @@ def report_nodes(sender: Any = None, **_: Any) -> None:
     if not locked_tasks(app):
         return
     try:
-        redlock = redlock_of(app)
-        report, others = ask_nodes(redlock), exchange_shared_settings(redlock)
+        session = redlock_of(app).session
+        report, others = ask_nodes(session), exchange_shared_settings(session)
     except SettingsError as error:  # of shared tasks alone; `RefuseToStart` has seen all others
         level = logging.ERROR if must_lock(app) else logging.WARNING
         logger.log(level, "no lock can be acquired: %s", error, extra={"event": "settings_wrong"})
@@ -242,7 +259,7 @@ def report_nodes(sender: Any = None, **_: Any) -> None:
         logger.error(
             "other clients use %s (according to %s), and this worker uses %s: until all clients "
             "use the same, two tasks may hold one lock. See %s",
-            settings, ", ".join(nodes), shared_settings_of(redlock), anchors.SETTINGS_DIFFER,
+            settings, ", ".join(nodes), shared_settings_of(session), anchors.SETTINGS_DIFFER,
             extra={"event": "settings_differ"},
         )  # fmt: skip
 
@@ -281,5 +298,7 @@ def warn_if_unlocked(request: Any = None, **_: Any) -> None:
         return
     if request.name not in _warned_of and LockHeader.of(request._context).options:
         _warned_of.add(request.name)
-        text = "%s takes no lock, because it is no LockedTask: lock=... in its calls has no effect"
+        text = (
+            "%s takes no lock, because it is not a LockedTask: lock=... in its calls has no effect"
+        )
         logger.warning(text, request.name, extra={"event": "not_locked", "task": request.name})

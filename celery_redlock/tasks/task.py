@@ -15,18 +15,36 @@ from celery.utils.imports import symbol_by_name
 
 from celery_redlock.errors import NoRunError, NotAcquired, RedlockError, SettingsError
 from celery_redlock.lock.lock import Lock
-from celery_redlock.lock.model.keys import in_order
 from celery_redlock.lock.validation import check_wait
 from celery_redlock.tasks import per_app
 from celery_redlock.tasks.declaration import config_of, is_wrapper
 from celery_redlock.tasks.delivery.delivery import ARGUMENTS, HEADER, own_headers
 from celery_redlock.tasks.delivery.route import queue_of_send
-from celery_redlock.tasks.execution.run import lock_of, run_of
+from celery_redlock.tasks.execution.run import lock_of, lock_of_run, run_of
 from celery_redlock.tasks.settings.app import CELERY_PREFIX
 from celery_redlock.tasks.settings.levels import check_outside
-from celery_redlock.tasks.settings.options import EffectiveOptions, TaskLockOptions
+from celery_redlock.tasks.settings.options import UNIQUE_BY, EffectiveOptions, TaskLockOptions
 from celery_redlock.tasks.settings.task_config import TaskCall, TaskLockConfig
-from celery_redlock.tasks.unique.send import is_awaited, options_to_message, send_claimed
+from celery_redlock.tasks.typed_options import (
+    AnyRate,
+    Decision,
+    Delays,
+    Key,
+    Limit,
+    Names,
+    OnDuplicate,
+    OnGiveUp,
+    OnLost,
+    OnUnreachable,
+    Seconds,
+    UniqueUntil,
+)
+from celery_redlock.tasks.unique.send import (
+    add_is_duplicate,
+    is_awaited,
+    options_to_message,
+    send_claimed,
+)
 from celery_redlock.tasks.wrapping import wrap_hook, wrap_run
 
 HOOKS = ("on_success", "on_failure", "on_retry", "after_return")
@@ -47,6 +65,28 @@ class LockedTask(Task):
     # `task_annotations` may have replaced `run`.
     abstract = True
     Request: Any = REQUEST
+    # of the class `TaskOptions`, for a subclass that sets them; an option that none sets is no
+    # attribute
+    lock_key: Key
+    lock_args: Names
+    lock_ttl: float
+    lock_renew: bool
+    lock_max_hold: Seconds
+    lock_wait: float
+    lock_on_conflict: Decision
+    lock_backoff: Delays
+    lock_max_wait: Seconds
+    lock_on_give_up: OnGiveUp
+    lock_on_lost: OnLost
+    lock_on_unreachable: OnUnreachable
+    lock_limit: Limit
+    lock_rate: AnyRate
+    lock_fencing: bool
+    lock_unique_for: Seconds
+    lock_unique_until: UniqueUntil
+    lock_on_duplicate: OnDuplicate
+    lock_debounce: Seconds
+    lock_debounce_max: Seconds
     dont_autoretry_for = (NotAcquired, SettingsError)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -78,23 +118,25 @@ class LockedTask(Task):
             cls._redlock_track_started, cls.track_started = tracks, False
         if not app.finalized:
             per_app.owners.add(app)
+        add_is_duplicate(app)
         per_app.on_locked_task(app)
         # a class without a name is checked at the first use of an instance
         if app in per_app.checked and cls.name:
             check_declaration(app._tasks.get(cls.name) or cls())
 
     @property
-    def lock(self) -> Lock | None:
-        """The lock of the running task; None if the run takes no lock, or has released it.
+    def lock(self) -> Lock:
+        """The lock of the run, in its body and its hooks.
 
-        Outside a run, and in a direct call, it raises a RedlockError. The error is also an
-        AttributeError, so `hasattr` returns False there.
+        It stays after its release. It is not held then, nor in a run without a quorum that
+        on_unreachable="run" lets through: `held` is False, and `ensure` raises LockLost. Outside a
+        run, in a direct call, and in a run that takes no lock, it raises a RedlockError. The error
+        is also an AttributeError, so `hasattr` returns False there.
         """
-        request = self.request
-        run = run_of(request)
-        if run is None and request.called_directly:
-            raise NoRunError(self.name)
-        return None if run is None else run.lock
+        lock = lock_of_run(self.request)
+        if lock is None:
+            raise NoRunError(self.name, not self.request.called_directly)
+        return lock
 
     def lock_for(self, *args: Any, **kwargs: Any) -> Lock:
         """Return the lock that a run with these arguments takes, for use outside a run.
@@ -112,10 +154,10 @@ class LockedTask(Task):
         call = TaskCall(self, args, kwargs, queue)
         resources = config.resources(options, call)
         if not resources:
-            raise RedlockError(f"{self.name} takes no lock: its lock_key is False")
-        limits = config.limits(options, call, resources)
-        ordered, label = in_order(resources, limits), f"lock_for {self.name}"
-        return lock_of(self, options, ordered, label, limits, wait=wait)
+            hint = "its lock_key is False, or returns None"
+            raise RedlockError(f"{self.name} takes no lock for these arguments: {hint}")
+        keys = config.keys(options, call, resources)
+        return lock_of(self, options, keys, f"lock_for {self.name}", wait=wait)
 
     def lock_options(
         self, queue: str | None = None, lock: Mapping[str, Any] | None = None
@@ -132,9 +174,11 @@ class LockedTask(Task):
     def apply_async(self, args: Any = None, kwargs: Any = None, *more: Any, **options: Any) -> Any:
         """Send the task, as Celery does; `lock={"ttl": 60}` sets options for this call alone.
 
-        With `unique_for`, a duplicate returns the result of the first send, raises DuplicateTask,
-        or replaces the first send: see the option `on_duplicate`. A send with an id or links of its
-        own, or in a canvas, is always published. Raises SettingsError for a wrong option. Raises
+        With `unique_for`, a duplicate returns the result of the first send, or raises
+        DuplicateTask: see the option `on_duplicate`. The result's `is_duplicate` is True if it is
+        that of an earlier send. With `debounce`, a send replaces an earlier one whose run is not
+        due. A send with an id or links of its own, or in a canvas, is always published and
+        replaces none. Raises SettingsError for a wrong option. Raises
         QuorumUnreachable if a send is to be deduplicated, no quorum votes, and
         on_unreachable="fail".
         """
@@ -163,7 +207,7 @@ class LockedTask(Task):
     ) -> tuple[tuple[str, ...], TaskLockOptions] | None:
         """Return resources and options of a send that is to be deduplicated, else None."""
         call_options = _call_options(options.get("lock", {}))
-        may_be_unique = config.may_be_unique or "unique_for" in call_options
+        may_be_unique = config.may_be_unique or any(map(call_options.get, UNIQUE_BY))
         # an eager send is not: its run has ended when it returns
         if not may_be_unique or is_awaited(options) or self.app.conf.task_always_eager:
             return None
@@ -172,7 +216,7 @@ class LockedTask(Task):
             celerys = {name: options[name] for name in options if name != "lock"}
             queue = queue_of_send(self, args, kwargs, celerys)
         lock_options = config.options_for(queue, call_options)
-        if lock_options.unique_for is None:
+        if not lock_options.is_unique:
             return None
         call = TaskCall(self, args or (), kwargs or {}, queue)
         resources = config.resources(lock_options, call)
@@ -184,7 +228,9 @@ class LockedTask(Task):
         if "lock" in options:
             options["task_id"] = options.get("task_id") or uuid()
             _write_header(config_of(self), options, options["task_id"])
-        return super().apply(args, kwargs, *more, **options)
+        result = super().apply(args, kwargs, *more, **options)
+        result.is_duplicate = False
+        return result
 
     def signature_from_request(
         self, request: Any = None, args: Any = None, kwargs: Any = None, queue: Any = None,

@@ -207,12 +207,18 @@ class Request(celery.worker.request.Request):
     def publish_again(self) -> bool:
         """Publish a message that waits here, with its deferrals, as its worker stops.
 
-        Return whether the broker has taken it; if not, the message stays there as it came.
+        One that was sent to the pool may still run here: it is published as a redelivery. Return
+        whether the broker has taken it; if not, the message stays there as it came.
         """
+        if self.acknowledged:
+            return True
         delivery, left = self.delivery, self.eta - utc_now()
         delivery.request.__dict__[ARGUMENTS] = self.args, self.kwargs
+        header = delivery.header
+        if self._apply_result is not None:
+            header = header.redelivered()
         try:
-            publish(delivery, delivery.header, max(0.0, left.total_seconds()))
+            publish(delivery, header, max(0.0, left.total_seconds()))
         except Exception as error:
             text = "cannot republish %s: %s; the message stays with the broker"
             extra = delivery.log_extra("republish_failed")

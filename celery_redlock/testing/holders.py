@@ -16,7 +16,6 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
-import redis
 from celery import current_app
 from celery._state import _task_stack
 
@@ -24,12 +23,13 @@ from celery_redlock.errors import RedlockError
 from celery_redlock.lock.client import Redlock, sessions
 from celery_redlock.lock.engine.acquirer import Acquirer, Failure
 from celery_redlock.lock.engine.session import Session
-from celery_redlock.lock.inspection import LockList, LockReport, break_lock, list_locks
+from celery_redlock.lock.inspection import break_lock
 from celery_redlock.lock.lock import Lock
 from celery_redlock.lock.model.acquisition import Acquisition, Hold, Owner
 from celery_redlock.lock.model.lease import LockKey
 from celery_redlock.lock.model.options import LockOptions
 from celery_redlock.lock.platform.clock import SystemClock
+from celery_redlock.lock.reports import LockList, LockReport
 from celery_redlock.lock.transport.command import text_of
 from celery_redlock.tasks.per_app import forget, redlock_of
 from celery_redlock.tasks.unique.claim import Claim
@@ -106,12 +106,12 @@ def lose(resource: str | Lock, *, on: Any = None, within: float = 5.0) -> None:
     """
     names = resource._options.resources if isinstance(resource, Lock) else (resource,)
     with _redlock_on(on) as redlock:
-        held = [lock for name in names for lock in list_locks(redlock, name).locks]
+        held = [lock for name in names for lock in redlock.locks(name).locks]
         if not held:
-            raise AssertionError(f"nobody holds {', '.join(names)!r}, so it cannot be lost")
+            raise AssertionError(f"no lock is held on {', '.join(names)!r}, so it cannot be lost")
         holders = [holder for lock in held for holder in _holders_of(lock)]
         for lock in held:
-            break_lock(redlock, lock)
+            break_lock(redlock.session, lock)
     for session, acquisition in holders:
         session.renewer.renew([acquisition])
     if not _eventually(lambda: not any(a.held(s.clock.now()) for s, a in holders), within):
@@ -128,7 +128,7 @@ def assert_released(*resources: str, on: Any = None, within: float = 5.0) -> Non
         found: list[LockList] = []
 
         def is_free() -> bool:
-            found[:] = [list_locks(redlock, name) for name in resources or (None,)]
+            found[:] = [redlock.locks(name) for name in resources or (None,)]
             return not any(sight.locks or sight.failing for sight in found)
 
         if _eventually(is_free, within):
@@ -153,10 +153,9 @@ def describe(lock: LockReport, nodes: int) -> str:
 
 def _other_client(redlock: Redlock) -> Redlock:
     """Return a new `Redlock` over the same nodes: another owner, as another process would be."""
-    pools = [node.address.pool for node in redlock.session.nodes.all]
     names = ("prefix", "node_timeout", "clock_drift", "max_ttl", "restart_guard")
     options = {name: getattr(redlock, name) for name in names}
-    return Redlock([redis.Redis(connection_pool=pool) for pool in pools], **options)
+    return Redlock([node.address for node in redlock.session.nodes.all], **options)
 
 
 @contextlib.contextmanager

@@ -14,21 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from celery_redlock.lock.server.requests import (
-    BREAK,
-    GRANT,
-    GUARD,
-    MARKER,
-    PERMIT,
-    REGISTER,
-    RELEASE,
-    RENEW,
-    TRUST,
-)
+from celery_redlock.lock.server.requests import FENCE, SCRIPTS
 from celery_redlock.lock.transport.command import Script, encode_bulk
-from celery_redlock.tasks.unique.rounds import UNIQUE
 
-SCRIPTS = (GRANT, PERMIT, RENEW, RELEASE, REGISTER, GUARD, TRUST, BREAK, UNIQUE, MARKER)
 NOSCRIPT = b"-NOSCRIPT No matching script. Please use EVAL.\r\n"
 FOREIGN_SCRIPT = b"-ERR this node is a fake: it runs the scripts of celery_redlock alone\r\n"
 
@@ -67,18 +55,13 @@ def engine() -> Engine:
     return Engine()
 
 
-@functools.lru_cache(maxsize=16)
-def digest_of(script: Script) -> bytes:
-    """Return the digest that EVALSHA takes for a script."""
-    return script.by_digest.split(b"\r\n")[3]
-
-
 def library(texts: Mapping[Script, bytes] | None = None) -> Scripts:
     """Return the shipped scripts. texts: replacements, which run under the shipped digests."""
     changed, compiled = texts or {}, engine().compiled
     return {
-        digest_of(script): (script.name, compiled(changed.get(script, script.source)))
+        script.digest: (script.name, compiled(changed.get(script, script.source)))
         for script in SCRIPTS
+        if script is not FENCE
     }
 
 

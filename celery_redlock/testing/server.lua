@@ -1,6 +1,7 @@
 -- The server commands that the shipped scripts call, over one table for each node; replies in RESP.
--- An entry of a store is {value, ends}. value: a string, or the scores of a sorted set by member.
--- ends: the last ms of the node's clock with the key, or nil.
+-- An entry of a store is {value, ends, kind}. value: a string; 'set': the scores of a sorted set by
+-- member; 'hash': fields and their values in turn, in the order in which the fields came. ends: the
+-- last ms of the node's clock with the key, or nil.
 local store, now
 local commands = {}
 
@@ -27,7 +28,7 @@ end
 
 local function of_type(key, kind)
   local entry = live(key)
-  if entry and type(entry[1]) ~= kind then
+  if entry and entry[3] ~= kind then
     fail('WRONGTYPE Operation against a key holding the wrong kind of value')
   end
   return entry
@@ -42,7 +43,7 @@ function commands.MGET(...)
   local found = {}
   for number, key in ipairs({...}) do
     local entry = live(key)
-    found[number] = entry and type(entry[1]) == 'string' and entry[1] or false
+    found[number] = entry and entry[3] == 'string' and entry[1] or false
   end
   return found
 end
@@ -56,7 +57,7 @@ function commands.SET(key, value, px, ms)
     end
     ends = now + ends
   end
-  store[key] = {value, ends}
+  store[key] = {value, ends, 'string'}
   return {ok = 'OK'}
 end
 
@@ -111,7 +112,7 @@ end
 -- The sorted sets.
 
 local function scores(key)
-  local entry = of_type(key, 'table')
+  local entry = of_type(key, 'set')
   return entry and entry[1] or {}
 end
 
@@ -160,12 +161,12 @@ function commands.ZADD(key, ...)
   for i = 1, #words, 2 do
     float(words[i])
   end
-  local entry = of_type(key, 'table')
+  local entry = of_type(key, 'set')
   if not entry then
     if only then
       return 0
     end
-    entry = {{}, nil}
+    entry = {{}, nil, 'set'}
     store[key] = entry
   end
   for i = 1, #words, 2 do
@@ -208,6 +209,37 @@ function commands.ZRANGE(key, first, last, how)
   return found
 end
 
+-- A bound of a range of scores; '(': the score itself is not in it.
+local function bound(text)
+  local open = string.sub(text, 1, 1) == '('
+  local number = open and string.sub(text, 2) or text
+  local score = number == '' and 0 or tonumber(number)
+  if not score or score ~= score then
+    fail('ERR min or max is not a float')
+  end
+  return score, open
+end
+
+function commands.ZRANGEBYSCORE(key, least, most, how)
+  if how and string.upper(how) ~= 'WITHSCORES' then
+    fail('ERR syntax error')
+  end
+  local from, after = bound(least)
+  local to, before = bound(most)
+  local set, found = scores(key), {}
+  for _, member in ipairs(ranked(set)) do
+    local score = set[member]
+    local above = score > from or (score == from and not after)
+    if above and (score < to or (score == to and not before)) then
+      found[#found + 1] = member
+      if how then
+        found[#found + 1] = shown(score)
+      end
+    end
+  end
+  return found
+end
+
 function commands.ZRANK(key, wanted)
   for place, member in ipairs(ranked(scores(key))) do
     if member == wanted then
@@ -224,6 +256,69 @@ end
 function commands.ZSCORE(key, member)
   local score = scores(key)[member]
   return score and shown(score) or false
+end
+
+-- The hashes.
+
+local function fields(key)
+  local entry = of_type(key, 'hash')
+  return entry and entry[1] or {}
+end
+
+local function place(hash, field)
+  for i = 1, #hash, 2 do
+    if hash[i] == field then
+      return i
+    end
+  end
+end
+
+function commands.HGET(key, field)
+  local hash = fields(key)
+  local at = place(hash, field)
+  return at and hash[at + 1] or false
+end
+
+function commands.HGETALL(key)
+  return {unpack(fields(key))}
+end
+
+function commands.HSET(key, ...)
+  local words, added = {...}, 0
+  if #words == 0 or #words % 2 ~= 0 then
+    error()
+  end
+  local entry = of_type(key, 'hash')
+  if not entry then
+    entry = {{}, nil, 'hash'}
+    store[key] = entry
+  end
+  local hash = entry[1]
+  for i = 1, #words, 2 do
+    local at = place(hash, words[i])
+    if not at then
+      at, added = #hash + 1, added + 1
+      hash[at] = words[i]
+    end
+    hash[at + 1] = words[i + 1]
+  end
+  return added
+end
+
+function commands.HDEL(key, ...)
+  local hash, gone = fields(key), 0
+  for _, field in ipairs({...}) do
+    local at = place(hash, field)
+    if at then
+      table.remove(hash, at)
+      table.remove(hash, at)
+      gone = gone + 1
+    end
+  end
+  if #hash == 0 then
+    store[key] = nil
+  end
+  return gone
 end
 
 function commands.TIME()
@@ -361,7 +456,7 @@ end
 function look(of, at, key)
   store, now = of, at
   local entry = live(key)
-  return entry and type(entry[1]) == 'string' and entry[1] or nil, commands.PTTL(key)
+  return entry and entry[3] == 'string' and entry[1] or nil, commands.PTTL(key)
 end
 
 function copy(of)
@@ -370,11 +465,11 @@ function copy(of)
     local value = entry[1]
     if type(value) == 'table' then
       value = {}
-      for member, score in pairs(entry[1]) do
-        value[member] = score
+      for name, part in pairs(entry[1]) do
+        value[name] = part
       end
     end
-    made[key] = {value, entry[2]}
+    made[key] = {value, entry[2], entry[3]}
   end
   return made
 end

@@ -56,7 +56,7 @@ def _embedded_binary() -> str:
     return str(get_binary_path())
 
 
-def _spawn(command: Sequence[str], log: Path, **more: Any) -> subprocess.Popen[bytes]:
+def spawn(command: Sequence[str], log: Path, **more: Any) -> subprocess.Popen[bytes]:
     """Start a program in a process group of its own, which ends at the latest with this process."""
     with log.open("ab") as output:
         process = subprocess.Popen(  # noqa: S603 - our own command line
@@ -107,7 +107,7 @@ class EmbeddedNode:
 
         timeout: seconds. Raises RuntimeError with the server's log if it does not answer by then.
         """
-        self._process = _spawn(self.command, self._log)
+        self._process = spawn(self.command, self._log)
         end = time.monotonic() + timeout
         while not self._answers():
             if self._process.poll() is not None or time.monotonic() > end:
@@ -214,7 +214,7 @@ class WorkerProcess:
 
     def launch(self) -> None:
         """Start the worker; return at once. Several can start in parallel: see `wait_ready`."""
-        self._process = _spawn(self._command, self.log, cwd=self._cwd, env=self._env)
+        self._process = spawn(self._command, self.log, cwd=self._cwd, env=self._env)
 
     def wait_ready(self, timeout: float = 120.0) -> WorkerProcess:
         """Return when the launched worker reports that it is ready.

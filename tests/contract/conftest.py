@@ -6,15 +6,56 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import TypeVar
 
 import pytest
 
 from celery_redlock import Redlock
+from celery_redlock.lock.postgres.address import address_of
+from celery_redlock.lock.transport.address import parse_address
 from tests.conftest import NODE_TIMEOUT, Nodes, see_quorum
+from tests.contract.postgres_calls import Session, postgres, sessions_on
 from tests.contract.proxy import Proxy, proxies
+from tests.contract.servers import Command
+from tests.postgres import PostgresNode
 
 T = TypeVar("T")
+MAJORITY = pytest.mark.redis_only("a majority of several nodes")
+REDIS_SERVER = pytest.mark.redis_only("what only a Redis server does")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect on PostgreSQL what is marked as `redis_only`."""
+    elsewhere = {item for item in items if _is_on_postgres(item) and _is_redis_only(item)}
+    items[:] = [item for item in items if item not in elsewhere]
+    config.hook.pytest_deselected(items=list(elsewhere))
+
+
+def _is_on_postgres(item: pytest.Item) -> bool:
+    call = getattr(item, "callspec", None)
+    return call is not None and call.params.get("standing_nodes") == "postgresql"
+
+
+def _is_redis_only(item: pytest.Item) -> bool:
+    return item.get_closest_marker("redis_only") is not None
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run each test of standing nodes on three Redis nodes, and on one PostgreSQL."""
+    if "standing_nodes" in metafunc.fixturenames:
+        stores = ["redis", "postgresql"]
+        metafunc.parametrize("standing_nodes", stores, indirect=True, scope="session")
+
+
+def names(nodes: Nodes) -> list[str]:
+    """Return the names of nodes, as a `Redlock` over them shows them."""
+    return [parse_address(node.url, "test", "nodes").name for node in nodes]
+
+
+def quorum_of(nodes: list[T]) -> list[T]:
+    """Return as many nodes as a lock needs."""
+    return nodes[: len(nodes) // 2 + 1]
 
 
 @contextlib.contextmanager
@@ -61,3 +102,30 @@ def network(nodes: Nodes) -> Iterator[list[Proxy]]:
     """Give a proxy for each of three nodes, in fair weather."""
     with proxies(nodes) as made:
         yield made
+
+
+@pytest.fixture(scope="module")
+def postgres_node(postgres_template: Path) -> Iterator[PostgresNode]:
+    """Give a PostgreSQL node with the schema. It keeps what the test before has left."""
+    with PostgresNode(postgres_template, fsync=False) as made:
+        made.setup()
+        yield made
+
+
+@pytest.fixture
+def node(postgres_node: PostgresNode) -> PostgresNode:
+    """Give the PostgreSQL node of a test file; a file may have another one."""
+    return postgres_node
+
+
+@pytest.fixture
+def sessions(node: PostgresNode) -> Iterator[list[Session]]:
+    """Give connections to `node` whose calls are one transaction each, until they commit."""
+    with sessions_on(node) as made:
+        yield made
+
+
+@pytest.fixture
+def command(node: PostgresNode) -> Command:
+    """Give a function that asks `node`, as a client does."""
+    return postgres(address_of(node.url))

@@ -22,10 +22,9 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import redis
-
 from celery_redlock import Lock, Redlock
 from celery_redlock.testing import embedded_nodes, trust_nodes
+from tests.postgres_gateway import client_of
 
 MODULE = "tests.contract.crowds"
 WAIT = 60.0  # s: longer than any case
@@ -104,15 +103,15 @@ def summary(outcomes: Sequence[tuple[str, float]]) -> dict[str, Any]:
 
 def connected(urls: Sequence[str]) -> list[Any]:
     """Return clients of the nodes that need no more descriptors."""
-    clients = [redis.Redis.from_url(url) for url in urls]
+    clients = [client_of(url) for url in urls]
     for client in clients:
         client.ping()
     return clients
 
 
 def commands(clients: Sequence[Any]) -> int:
-    """Return how many commands the nodes have executed, those of scripts too."""
-    return sum(client.info("stats")["total_commands_processed"] for client in clients)
+    """Return how many commands the nodes have executed, those of scripts too; 0 on PostgreSQL."""
+    return sum(client.info("stats").get("total_commands_processed", 0) for client in clients)
 
 
 def descriptors() -> int:
@@ -457,7 +456,7 @@ def flood(urls: Sequence[str]) -> dict[str, Any]:
     one; and the commands that the nodes executed a second, without these. got: s from a real
     release to the acquire, while both are forged.
     """
-    client = redis.Redis.from_url(urls[0], decode_responses=True)
+    client = client_of(urls[0], decode_responses=True)
     figures = dict[str, Any]()
     with Redlock(urls) as redlock, calling(urls) as caller:
         lock = redlock.lock("flooded", ttl=LEASE, renew=False)
@@ -592,7 +591,7 @@ def see_waiting(urls: Sequence[str], name: str, count: int = 1) -> None:
     """Return when every node knows so many processes that wait for a resource."""
     end = time.monotonic() + WAIT
     for url in urls:
-        client = redis.Redis.from_url(url)
+        client = client_of(url)
         while client.zcard(f"{{redlock}}:waiting:{name}") != count:
             assert time.monotonic() < end, f"{count} do not wait for {name!r} on {url}"
             time.sleep(0.02)

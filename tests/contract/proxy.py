@@ -148,7 +148,7 @@ class Proxy:
     @property
     def url(self) -> str:
         """The URL of the node by way of this proxy."""
-        return f"redis://127.0.0.1:{self.port}/0"
+        return self._node.url.replace(f":{self._node.port}/", f":{self.port}/")
 
     @property
     def weather(self) -> Weather:

@@ -15,11 +15,12 @@ import sys
 import time
 from typing import Any
 
-import redis
+from redis import Redis
 
 from celery_redlock import Lock, LockTaken, NotAcquired, QuorumUnreachable, Redlock
 from tests.conftest import FREED, NODE_TIMEOUT
 from tests.contract.points import files_below_the_engine, files_of_the_engine, interrupt
+from tests.postgres_gateway import client_of
 
 FILES = (*files_below_the_engine(), *files_of_the_engine())
 SECONDS = 3.0  # of turns
@@ -98,7 +99,7 @@ def acquire_at_every_point(made: Redlock) -> int:
     return got
 
 
-def at_random(made: Redlock, witness: redis.Redis) -> int:
+def at_random(made: Redlock, witness: Redis) -> int:
     """Take turns under a barrage of signals and collections; returns how many there were."""
     numbers, held = itertools.count(), list[Lock]()
 
@@ -135,7 +136,7 @@ def at_random(made: Redlock, witness: redis.Redis) -> int:
 
 def main(how: str, *urls: str) -> None:
     """Do it, and see every lock go that is not held any more long before its ttl."""
-    clients = [redis.Redis.from_url(url) for url in urls]
+    clients = [client_of(url) for url in urls]
     with Redlock(urls, node_timeout=NODE_TIMEOUT) as made:
         with contextlib.suppress(LockTaken):
             made.lock("first", wait=60).acquire().release()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from typing import Any
 
 import hiredis
 from redis import Redis, ResponseError
 
+from celery_redlock.lock.transport.command import encode_command
 from tests.simulation.nodes import Node
 
 Command = Callable[..., Any]  # the words, as texts; an error is returned, too
@@ -33,3 +35,30 @@ def simulated(node: Node) -> Command:
         return reader.gets()
 
     return command
+
+
+class RealEar:
+    """A subscriber of a real server."""
+
+    def __init__(self, port: int, channels: tuple[str, ...]) -> None:
+        self._socket = socket.create_connection(("127.0.0.1", port), timeout=60)
+        self._reader = hiredis.Reader(encoding="utf-8")
+        self._socket.sendall(encode_command("SUBSCRIBE", *channels))
+        self.heard()
+
+    def heard(self) -> list[tuple[str, str]]:
+        """Return the channels and messages since the last call."""
+        self._socket.sendall(encode_command("PING"))
+        heard = []
+        while (reply := self._next()) != ["pong", ""]:
+            if reply[0] == "message":
+                heard.append((reply[1], reply[2]))
+        return heard
+
+    def _next(self) -> Any:
+        while (reply := self._reader.gets()) is False:
+            self._reader.feed(self._socket.recv(65536))
+        return reply
+
+    def close(self) -> None:
+        self._socket.close()

@@ -288,8 +288,8 @@ class TestErrors:
                 await come_true(lambda: not lock.held)
                 with pytest.raises(LockLost):
                     lock.ensure()
-                with pytest.raises(LockLost):
-                    await redlock.lock("r", ttl=1.0).acquire_async()
+                async with redlock.lock("r", ttl=1.0):  # its time is over: taken anew
+                    pass
                 raise ValueError("own")
 
         async def body() -> None:
@@ -341,18 +341,19 @@ class TestErrors:
 
 class TestWoken:
     def test_by_a_release_long_before_it_would_try_by_itself(
-        self, redlock: Redlock, rival: Redlock
+        self, redlock: Redlock, rival: Redlock, nodes: Nodes
     ) -> None:
         async def body() -> float:
             hand_offs = []
             for _ in range(9):
                 lock = await redlock.lock("r").acquire_async()
                 waiting = asyncio.create_task(hold(rival.lock("r", wait=WAIT)))
-                await come_true(lambda: hearing(rival) == 3 and rests(rival))
+                await come_true(lambda: hearing(rival) == len(nodes) and rests(rival))
                 await asyncio.to_thread(settle, rival)  # it has tried again since it is heard
                 released = now()
                 await lock.release_async()
                 hand_offs.append(await waiting - released)
+                await asyncio.to_thread(settle, rival)  # its release may come after our next try
             return statistics.median(hand_offs)
 
         assert run(body) < LONGEST_SPIN / 2
@@ -367,7 +368,7 @@ class TestWoken:
             for place in (1, 2):
                 waiting.append(asyncio.create_task(hold(redlock.lock("r", wait=WAIT))))
                 await come_true(lambda place=place: len(callers.line("r")) == place)
-            await come_true(lambda: hearing(redlock) == 3)
+            await come_true(lambda: hearing(redlock) == len(nodes))
             await asyncio.sleep(0.3)  # they try once more, since they are heard
             await come_true(lambda: not threads.unfinished)
             busy, count = threading.Event(), max(threads.count, FEW_THREADS)

@@ -15,6 +15,7 @@ from celery_redlock import Redlock
 from celery_redlock.testing import EmbeddedNode
 from tests.clocks import HOUR, WallClock
 from tests.conftest import NODE_TIMEOUT, Nodes
+from tests.contract.conftest import REDIS_SERVER
 from tests.contract.crowds import (
     GREENLETS,
     RESOURCES,
@@ -26,6 +27,7 @@ from tests.contract.crowds import (
     see_waiting,
 )
 
+TOO_MANY = pytest.mark.redis_only("a PostgreSQL answers so many calls at once too late")
 ROUNDS = 4  # releases of one lock to two callers
 
 
@@ -34,6 +36,7 @@ def figures(case: str, nodes: Sequence[EmbeddedNode]) -> Any:
 
 
 @pytest.mark.slow
+@TOO_MANY
 def test_threads_that_wait_for_one_lock_cost_next_to_nothing(nodes: Nodes) -> None:
     found = figures("threads", nodes)
     assert found["cpu"] <= 0.05 + found["control"], found
@@ -42,12 +45,14 @@ def test_threads_that_wait_for_one_lock_cost_next_to_nothing(nodes: Nodes) -> No
     assert found["overrun"] < 1.0, found
 
 
+@REDIS_SERVER  # it counts commands
 def test_coroutines_that_wait_for_one_lock_leave_the_nodes_in_peace(nodes: Nodes) -> None:
     found = figures("coroutines", nodes)
     assert found["commands"] <= 600, found
 
 
 @pytest.mark.slow
+@TOO_MANY
 def test_coroutines_that_wait_for_a_resource_each_let_the_event_loop_run(nodes: Nodes) -> None:
     found = figures("resources", nodes)
     assert found["stood_still"] < 1.0, found
@@ -110,6 +115,7 @@ def next_of(*callers: Caller) -> Caller:
     return by_output[output]
 
 
+@REDIS_SERVER  # it counts commands
 def test_forged_release_messages_make_no_caller_busy_and_hide_no_real_one(nodes: Nodes) -> None:
     found = figures("flood", nodes)
     for forged in (found["waited"], found["others"]):

@@ -14,6 +14,7 @@ from celery_redlock.lock.engine.callers import LONGEST_SPIN, Caller
 from celery_redlock.lock.model.keys import waiting_key
 from celery_redlock.lock.platform.clock import SystemClock
 from tests.conftest import NODE_TIMEOUT, PATIENCE, Nodes, eventually, hearing, see_freed, settle
+from tests.contract.conftest import REDIS_SERVER
 from tests.contract.points import files_below_the_engine, files_of_the_engine, interrupt
 
 LASTING = 600.0  # s
@@ -44,6 +45,7 @@ def cut(run: Callable[[], object], at: int, files: tuple[str, ...], begin: str) 
         return True
 
 
+@REDIS_SERVER
 def test_a_release_that_is_cut_as_it_is_sent_again_arrives(
     lasting_redlock: Redlock, nodes: Nodes
 ) -> None:

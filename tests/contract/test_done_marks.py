@@ -14,6 +14,7 @@ from celery_redlock.lock.lock import release_all
 from celery_redlock.lock.model.options import CompletionMarker, LockOptions
 from celery_redlock.tasks.execution.outcomes import read_markers
 from tests.conftest import PATIENCE, TTL, Nodes, eventually, keys_on, paused, settle
+from tests.contract.conftest import MAJORITY, REDIS_SERVER
 
 RUN = "1:shop.settle:0:0"
 DONE = "{redlock}:done:" + RUN
@@ -48,7 +49,7 @@ def test_the_release_of_a_run_that_is_done_marks_it_on_every_node(
     redlock: Redlock, nodes: Nodes
 ) -> None:
     ends(redlock)
-    assert keys_on(nodes) == [[], [], []]
+    assert keys_on(nodes) == [[]] * len(nodes)
     for node in nodes:
         assert int(node.client().get(DONE)) == KEPT * 1000
         assert KEPT - 100 < node.client().pttl(DONE) / 1000 <= KEPT
@@ -58,7 +59,7 @@ def test_a_release_that_is_no_end_marks_nothing(redlock: Redlock, nodes: Nodes) 
     release_all(lock_of(redlock).acquire())
     lock_of(redlock).acquire().release()
     settle(redlock)
-    assert marks_on(nodes) == [False] * 3
+    assert marks_on(nodes) == [False] * len(nodes)
 
 
 def test_a_delivery_that_asks_is_told_and_leaves_nothing_behind(
@@ -68,7 +69,7 @@ def test_a_delivery_that_asks_is_told_and_leaves_nothing_behind(
     with pytest.raises(AlreadyCompletedError):
         lock_of(rival, since=ANY, wait=60.0).acquire()
     settle(rival)
-    assert keys_on(nodes) == [[], [], []]
+    assert keys_on(nodes) == [[]] * len(nodes)
 
 
 def test_a_delivery_that_does_not_ask_runs(redlock: Redlock, rival: Redlock) -> None:
@@ -83,6 +84,7 @@ def test_another_run_is_not_done(redlock: Redlock, rival: Redlock) -> None:
         assert lock.held
 
 
+@MAJORITY
 @pytest.mark.parametrize("told", [0, 1, 2])
 def test_one_node_of_the_quorum_that_says_so_is_enough(
     redlock: Redlock, rival: Redlock, nodes: Nodes, told: int
@@ -106,6 +108,7 @@ def outcome(redlock: Redlock) -> str:
     return "held"
 
 
+@MAJORITY
 def test_a_mark_on_a_quorum_is_met_by_every_quorum(
     redlock: Redlock, rival: Redlock, nodes: Nodes
 ) -> None:
@@ -156,7 +159,7 @@ def test_a_lost_lock_does_not_keep_a_run_that_ended_from_being_marked(
     eventually(lambda: not lock.held)
     release_all(lock, ended=True)
     settle(redlock)
-    assert marks_on(nodes) == [True] * 3
+    assert marks_on(nodes) == [True] * len(nodes)
     assert all(node.client().get("{redlock}:lock:r") == "theirs" for node in nodes)
 
 
@@ -166,10 +169,10 @@ def test_a_run_that_released_its_lock_itself_is_marked_at_its_end(
     lock = lock_of(redlock).acquire()
     lock.release()
     settle(redlock)
-    assert marks_on(nodes) == [False] * 3
+    assert marks_on(nodes) == [False] * len(nodes)
     release_all(lock, ended=True)
     settle(redlock)
-    assert marks_on(nodes) == [True] * 3
+    assert marks_on(nodes) == [True] * len(nodes)
 
 
 def test_the_end_of_an_inner_run_neither_ends_nor_releases_what_is_around_it(
@@ -183,17 +186,17 @@ def test_the_end_of_an_inner_run_neither_ends_nor_releases_what_is_around_it(
         release_all(inner, ended=True)
         settle(redlock)
         assert outer.held
-        assert keys_on(nodes) == [["{redlock}:lock:r"]] * 3
+        assert keys_on(nodes) == [["{redlock}:lock:r"]] * len(nodes)
     outer.release()
     settle(redlock)
-    assert marks_on(nodes) == [False] * 3
+    assert marks_on(nodes) == [False] * len(nodes)
 
 
 def test_of_several_resources_the_mark_is_ahead_of_the_first_release(
     redlock: Redlock, rival: Redlock, nodes: Nodes
 ) -> None:
     ends(redlock, resource=["a", "b"])
-    assert marks_on(nodes) == [True] * 3
+    assert marks_on(nodes) == [True] * len(nodes)
     with pytest.raises(AlreadyCompletedError):
         lock_of(rival, since=ANY, resource=["a", "b"]).acquire()
 
@@ -224,9 +227,10 @@ def test_a_run_without_a_permit_leaves_nothing_of_its_own_lock(
         assert [name for name in names if "run:2" in name]
     settle(redlock)
     settle(rival)
-    assert keys_on(nodes) == [[], [], []]
+    assert keys_on(nodes) == [[]] * len(nodes)
 
 
+@REDIS_SERVER
 def test_a_node_without_memory_for_the_mark_frees_the_lock_all_the_same(
     redlock: Redlock, nodes: Nodes
 ) -> None:
@@ -240,8 +244,8 @@ def test_a_node_without_memory_for_the_mark_frees_the_lock_all_the_same(
     finally:
         for client in clients:
             client.config_set("maxmemory", "0")
-    assert keys_on(nodes) == [[], [], []]
-    assert marks_on(nodes) == [False] * 3
+    assert keys_on(nodes) == [[]] * len(nodes)
+    assert marks_on(nodes) == [False] * len(nodes)
 
 
 @pytest.mark.slow
@@ -257,6 +261,6 @@ def test_the_mark_is_owed_with_its_release_to_a_node_that_is_away(mortal_nodes: 
         eventually(lambda: marks_on(mortal_nodes[1:]) == [True] * 2)
         eventually(lambda: time.monotonic() - released > AWAY)
         mortal_nodes[0].start()
-        eventually(lambda: marks_on(mortal_nodes) == [True] * 3)
+        eventually(lambda: marks_on(mortal_nodes) == [True] * len(mortal_nodes))
         ages = read_markers(redlock.session, RUN)
     assert max(ages) - min(ages) < AWAY / 2, "the run seems to have ended when the node came back"

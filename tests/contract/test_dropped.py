@@ -8,6 +8,7 @@ import os
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Event
 from weakref import ref
 
 import pytest
@@ -75,6 +76,15 @@ class TestDropped:
     def test_after_its_first_lock(self, nodes: Nodes) -> None:
         with over(nodes).lock("r", wait=60):
             pass
+        see_freed(nodes, "r")
+
+    def test_after_a_lock_that_its_watchdog_saw_and_whose_options_refer_to_it(
+        self, nodes: Nodes
+    ) -> None:
+        redlock, seen = over(nodes), Event()
+        with redlock.lock("r", wait=60, on_lost=lambda _: redlock.close()):
+            redlock.session.watchdog.call_soon(seen.set)  # done after a look at each lock
+            assert seen.wait(60)
         see_freed(nodes, "r")
 
     def test_after_a_look_at_its_nodes(self, nodes: Nodes) -> None:

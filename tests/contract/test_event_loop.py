@@ -116,7 +116,7 @@ def test_a_call_that_raises_neither_ends_the_loop_nor_the_calls_after_it(
     loop.call_soon(lambda: ran[0])
     loop.call_soon(ran.append, 1)
     eventually(lambda: hub.run_once() or ran == [1])
-    assert "a release could not be handed on" in caplog.text
+    assert "a release could not be dispatched" in caplog.text
 
 
 def test_a_hub_with_nothing_to_do_is_not_woken_all_the_time(hub: Hub) -> None:

@@ -92,12 +92,12 @@ def work(n):
         while len(held) < 40:
             sleep(0.01)
 join([spawn(work, n) for n in range(40)])
-while ask_nodes(redlock).failing:  # two nodes suffice, and the locks may be over before the third
+while ask_nodes(redlock.session).failing:  # the locks may be over before the third node answers
     pass
-ours = [node.connection.socket.getsockname()[1] for node in redlock.session.nodes.all]
+ours = [node.connection.socket.fileno() for node in redlock.session.nodes.all]
 told = {"held": len(held), "connections": len(set(ours))}
 """
-    assert tell(GEVENT, story, nodes) == {"held": 40, "connections": 3}
+    assert tell(GEVENT, story, nodes) == {"held": 40, "connections": len(nodes)}
     see_freed(nodes, "r39")
 
 
@@ -215,7 +215,13 @@ told = {"woken": woken, "few": few}
     assert tell(GEVENT, story, nodes) == expected
 
 
-@pytest.mark.parametrize("flows", [THREADS, GEVENT], ids=["threads", "greenlets"])
+NO_HUB = pytest.mark.redis_only("a thread that connects needs descriptors for a hub")
+
+
+@pytest.mark.parametrize(
+    "flows",
+    [pytest.param(THREADS, id="threads"), pytest.param(GEVENT, id="greenlets", marks=NO_HUB)],
+)
 def test_many_wait_and_locks_are_renewed_while_no_descriptor_is_left(
     flows: str, nodes: Nodes
 ) -> None:

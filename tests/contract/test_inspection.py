@@ -12,24 +12,23 @@ from pathlib import Path
 import pytest
 
 from celery_redlock import Lock, Redlock
-from celery_redlock.lock.inspection import LockReport, break_lock, list_locks, list_waiting
-from celery_redlock.lock.model.keys import broken_key, fence_key, lock_key
-from celery_redlock.lock.node_status import missing_rights, read_nodes
+from celery_redlock.lock.inspection import break_lock
+from celery_redlock.lock.model.keys import broken_key, fence_key, lock_key, rate_keys
+from celery_redlock.lock.model.rate import Rate
+from celery_redlock.lock.node_status import missing_rights
+from celery_redlock.lock.reports import LockReport, RateReport
 from celery_redlock.lock.server.admin import trust_nodes
 from celery_redlock.lock.server.requests import RENEW
 from celery_redlock.lock.transport.command import text_of
 from celery_redlock.operate.cli.group import as_data
 from celery_redlock.testing import EmbeddedNode
-from tests.conftest import TTL, Nodes, eventually, is_free, settle
+from tests.conftest import TTL, Nodes, eventually, is_free, settle, settled
+from tests.contract.conftest import MAJORITY, REDIS_SERVER, names
 
 
 def only(redlock: Redlock, resource: str | None = None) -> LockReport:
-    (found,) = list_locks(redlock, resource).locks
+    (found,) = redlock.locks(resource).locks
     return found
-
-
-def names(nodes: Nodes) -> list[str]:
-    return [f"127.0.0.1:{node.port}" for node in nodes]
 
 
 def test_a_lock_is_shown_with_holder_time_and_votes(redlock: Redlock, nodes: Nodes) -> None:
@@ -43,7 +42,7 @@ def test_a_lock_is_shown_with_holder_time_and_votes(redlock: Redlock, nodes: Nod
     assert before - 0.01 <= datetime.fromisoformat(found.since).timestamp() <= time.time()
     assert sorted(found.votes) == sorted(names(nodes))
     assert 10 < found.valid_for <= 30
-    assert not list_locks(redlock).locks
+    assert not redlock.locks().locks
 
 
 def test_neither_token_nor_key_is_in_what_a_person_may_print(redlock: Redlock) -> None:
@@ -60,9 +59,9 @@ def test_any_resource_is_found_by_its_name_and_no_other(redlock: Redlock, resour
     with redlock.lock(resource), redlock.lock("abc"), redlock.lock("a"):
         settle(redlock)
         assert only(redlock, resource).resource == resource
-        assert len(list_locks(redlock).locks) == 3
-        done, failing = break_lock(redlock, only(redlock, resource))
-        assert (list(done.values()), failing) == ([True] * 3, {})
+        assert len(redlock.locks().locks) == 3
+        (broken,) = redlock.break_lock(resource).locks
+        assert (len(broken.gone_from), broken.failing) == (len(redlock.session.nodes.all), {})
 
 
 def test_each_permit_is_shown(redlock: Redlock, nodes: Nodes) -> None:
@@ -73,9 +72,141 @@ def test_each_permit_is_shown(redlock: Redlock, nodes: Nodes) -> None:
         for holder in holders:
             settle(holder)
         assert all(lock.held for lock in held)
-        assert [lock.permit for lock in list_locks(redlock, "r").locks] == [0, 1, 2]
+        locks = redlock.locks("r").locks
+        assert [lock.permit for lock in locks] == [0, 1, 2]
+        assert {(lock.used, lock.limit) for lock in locks} == {(3, 3)}
+        held[1].release()
+        settle(second)
+        assert [(lock.used, lock.limit) for lock in redlock.locks("r").locks] == [(2, 3)] * 2
 
 
+def test_a_plain_lock_has_one_permit(redlock: Redlock) -> None:
+    with redlock.lock("r"):
+        settle(redlock)
+        assert (only(redlock).used, only(redlock).limit) == (1, 1)
+
+
+RATE, KEPT = "3/h", Rate(3, 3600.0).kept_ms(0.01) / 1000
+
+
+def use(redlock: Redlock, times: int, resource: str = "r") -> None:
+    """Use starts, and return once every node knows them."""
+    for _ in range(times):
+        with redlock.lock(resource, rate=RATE, wait=60):
+            pass
+    settle(redlock)
+
+
+def only_rate(redlock: Redlock, resource: str | None = None) -> RateReport:
+    (found,) = redlock.locks(resource).rates
+    return found
+
+
+def test_a_rate_is_shown_with_what_is_used_and_when_the_next_start_is(redlock: Redlock) -> None:
+    use(redlock, 2)
+    found = only_rate(redlock)
+    assert (found.resource, found.rate, found.used, found.starts) == ("r", RATE, 2, 3)
+    assert found.next_start_in == 0.0
+    use(redlock, 1)
+    before = time.time()
+    found = only_rate(redlock)
+    assert (found.used, found.starts) == (3, 3)
+    assert KEPT - 600 < found.next_start_in <= KEPT
+    assert found.next_start is not None
+    moment = datetime.fromisoformat(found.next_start).timestamp()
+    assert moment == pytest.approx(before + found.next_start_in, abs=5)
+    assert as_data(found).keys() == RateReport.__dataclass_fields__.keys() - {"kept_ms"}
+
+
+@pytest.mark.parametrize("resource", ["a*", "späť:\\", "a#1\n", "rate/x", "file:\udcff"])
+def test_a_rate_is_found_by_its_name_and_no_other(redlock: Redlock, resource: str) -> None:
+    use(redlock, 1, resource)
+    use(redlock, 1, "abc")
+    assert only_rate(redlock, resource).resource == resource
+    assert sorted(rate.resource for rate in redlock.locks().rates) == sorted(["abc", resource])
+
+
+@MAJORITY
+def test_a_start_on_fewer_nodes_than_a_quorum_is_free_to_others(
+    redlock: Redlock, nodes: Nodes
+) -> None:
+    use(redlock, 3)
+    for key in rate_keys("redlock", "r"):
+        nodes[0].client().delete(key)
+    assert only_rate(redlock).used == 3  # as a refused client sees it
+    assert not redlock.lock("r", rate=RATE).try_acquire()
+    for key in rate_keys("redlock", "r"):
+        nodes[1].client().delete(key)
+    eventually(lambda: redlock.locks().rates == ())  # also what the refused one took on a node
+
+
+def test_without_a_quorum_no_start_is_called_free(mortal_nodes: Nodes) -> None:
+    with Redlock([node.url for node in mortal_nodes], node_timeout=7.0) as redlock:
+        use(redlock, 3)
+        for node in mortal_nodes[:2]:
+            node.kill()
+        sight = redlock.locks()
+    assert not sight.is_known
+    (found,) = sight.rates
+    assert (found.used, found.next_start_in, found.next_start) == (3, math.inf, None)
+    assert as_data(found)["next_start_in"] is None
+
+
+def test_a_strangers_key_is_no_rate_and_hides_none(redlock: Redlock, nodes: Nodes) -> None:
+    use(redlock, 1)
+    for node in nodes:
+        client = node.client()
+        client.set(rate_keys("redlock", "text")[0], "by hand")
+        client.zadd(rate_keys("redlock", "set")[0], {"0": time.time() * 1000})
+        client.zadd(rate_keys("redlock", "odd")[0], {"x": 1.0, "0": 2.0})
+        client.hset(rate_keys("redlock", "odd")[1], "rate", "many an hour")
+    assert [rate.resource for rate in redlock.locks().rates] == ["r"]
+
+
+def test_starts_that_are_given_back_are_free_at_once_and_wake_who_waits(
+    redlock: Redlock, nodes: Nodes
+) -> None:
+    def wait(client: Redlock) -> bool:
+        with client.lock("r", rate=RATE, wait=60):
+            return True
+
+    use(redlock, 3)
+    with settled(nodes) as other, ThreadPoolExecutor() as pool:
+        for _ in range(2):  # the second announcement is told from the first
+            waits = pool.submit(wait, other)
+            eventually(lambda: len(redlock.waiters().processes) == 1)
+            (freed,) = redlock.break_lock("r").rates
+            assert (sorted(freed.starts_from), freed.failing) == (sorted(names(nodes)), {})
+            assert set(freed.starts_from.values()) == {3}
+            assert waits.result(10)
+            settle(other)
+            assert only_rate(redlock).used == 1
+            use(redlock, 2)
+
+
+def test_who_waits_for_a_start_is_told_from_who_waits_for_the_lock(
+    redlock: Redlock, nodes: Nodes
+) -> None:
+    use(redlock, 3)
+    with settled(nodes) as one, settled(nodes) as other, ThreadPoolExecutor() as pool:
+        holder = redlock.lock("r").acquire()
+        for_lock = pool.submit(lambda: one.lock("r", wait=60).acquire().release())
+        eventually(lambda: len(redlock.waiters().processes) == 1)
+        (lock,) = redlock.waiters().processes
+        assert (lock.resource, lock.waits_for, lock.next_start) == ("r", "lock", None)
+        holder.release()
+        for_lock.result(60)
+        pool.submit(lambda: other.lock("r", rate=RATE, wait=60).try_acquire())
+        eventually(lambda: [p.waits_for for p in redlock.waiters().processes] == ["rate"])
+        (start,) = redlock.waiters().processes
+        assert start.resource == "r"
+        assert start.next_start is not None
+        left = datetime.fromisoformat(start.next_start).timestamp() - time.time()
+        assert KEPT - 600 < left <= KEPT
+        redlock.break_lock("r")
+
+
+@MAJORITY
 def test_a_rest_on_fewer_nodes_than_a_quorum_is_not_shown_as_held(
     redlock: Redlock, nodes: Nodes
 ) -> None:
@@ -98,16 +229,17 @@ def test_a_strangers_key_is_shown_as_what_it_is(redlock: Redlock, nodes: Nodes) 
 def test_a_node_that_is_away_is_named_with_its_cause(mortal_nodes: Nodes) -> None:
     with Redlock([node.url for node in mortal_nodes]) as redlock, redlock.lock("r", wait=60):
         mortal_nodes[1].kill()
-        sight = list_locks(redlock)
+        sight = redlock.locks()
         assert list(sight.failing) == names(mortal_nodes)[1:2]
         assert "refused" in sight.failing[names(mortal_nodes)[1]]
-        assert [node.votes for node in read_nodes(redlock)] == [True, False, True]
+        assert [node.votes for node in redlock.status().nodes] == [True, False, True]
 
 
+@REDIS_SERVER
 def test_a_node_says_what_it_is(redlock: Redlock, nodes: Nodes) -> None:
     nodes[2].client().replicaof("127.0.0.1", nodes[0].port)
     try:
-        first, _, last = read_nodes(redlock)
+        first, _, last = redlock.status().nodes
     finally:
         nodes[2].client().replicaof("NO", "ONE")
     assert (first.role, last.role) == ("master", "slave")
@@ -123,12 +255,12 @@ def test_a_new_node_is_shown_as_one_that_will_not_vote_until_it_is_trusted(
 ) -> None:
     mortal_nodes[0].client().flushall()
     with Redlock([node.url for node in mortal_nodes]) as redlock:
-        assert [node.votes for node in read_nodes(redlock)] == [False, True, True]
+        assert [node.votes for node in redlock.status().nodes] == [False, True, True]
         with Redlock([node.url for node in mortal_nodes], restart_guard="off") as unguarded:
-            assert read_nodes(unguarded)[0].votes
+            assert unguarded.status().nodes[0].votes
         told, failing = trust_nodes(redlock.session.nodes, names(mortal_nodes)[:1], "redlock")
         assert (dict(told), dict(failing)) == ({names(mortal_nodes)[0]: ""}, {})
-        assert all(node.votes for node in read_nodes(redlock))
+        assert all(node.votes for node in redlock.status().nodes)
 
 
 def see_lost(lock: Lock) -> None:
@@ -142,8 +274,8 @@ def test_a_broken_lock_is_lost_at_its_holders_next_renewal_and_free_at_once(
     lock.acquire()
     neighbour.acquire()
     settle(brisk_redlock)
-    gone, failing = break_lock(brisk_redlock, only(brisk_redlock, "r"))
-    assert (set(gone.values()), len(gone), dict(failing)) == ({True}, 3, {})
+    broken = break_lock(brisk_redlock.session, only(brisk_redlock, "r"))
+    assert (sorted(broken.gone_from), broken.failing) == (sorted(names(nodes)), {})
     with Redlock([node.url for node in nodes], node_timeout=2.0) as other:
         with other.lock("r", ttl=TTL, wait=60):
             see_lost(lock)
@@ -162,12 +294,12 @@ def test_a_second_break_does_not_make_the_first_one_forgotten(
     first, seen = redlock.lock("r").acquire(), []
     settle(redlock)
     seen.append(only(redlock))
-    break_lock(redlock, seen[0])
+    break_lock(redlock.session, seen[0])
     with Redlock([node.url for node in nodes], node_timeout=2.0) as other:
         second = other.lock("r", wait=60).acquire()
         settle(other)
         seen.append(only(other))
-        break_lock(other, seen[1])
+        break_lock(other.session, seen[1])
         second.release()
     first.release()
     for node in nodes:
@@ -187,8 +319,7 @@ def test_breaking_touches_nobody_who_took_it_meanwhile(redlock: Redlock, nodes: 
     settle(redlock)
     with redlock.lock("r") as taken:
         settle(redlock)
-        gone, _ = break_lock(redlock, seen)
-        assert not any(gone.values())
+        assert break_lock(redlock.session, seen).gone_from == ()
         assert not is_free(nodes, "r")
         taken.extend()
 
@@ -200,17 +331,21 @@ def test_the_rights_that_the_page_names_are_enough_for_locks_and_for_looking_at_
         node.client().execute_command("ACL", "SETUSER", "locks", "on", ">secret", *words.split())
         url = f"redis://locks:secret@127.0.0.1:{node.port}/0"
         with Redlock([url], restart_guard="off", node_timeout=7.0) as redlock:
-            (status,) = read_nodes(redlock)
+            (status,) = redlock.status().nodes
             assert status.error == ""
             trust_nodes(redlock.session.nodes, [status.node], "redlock")
+            with redlock.lock("rated", rate="1/h"):
+                pass
+            both = {"another": "1/h", "rated": "1/h"}
+            assert not redlock.lock(list(both), rate=both).try_acquire()  # gives one back
             with redlock.lock("r", wait=60, fencing=True):
-                sight = list_locks(redlock)
+                sight = redlock.locks()
                 assert [lock.resource for lock in sight.locks] == ["r"]
-                gone, failing = break_lock(redlock, sight.locks[0])
-                assert (list(gone.values()), failing) == ([True], {})
+                broken = break_lock(redlock.session, sight.locks[0])
+                assert (len(broken.gone_from), broken.failing) == (1, {})
             assert is_handed_on(url)
-            assert list_waiting(redlock).failing == {}
-            assert missing_rights(redlock) == {}
+            assert redlock.waiters().failing == {}
+            assert missing_rights(redlock.session) == {}
         assert node.client().execute_command("ACL", "LOG") == []  # also of what a script was denied
 
 
@@ -218,7 +353,7 @@ def test_each_right_of_the_page_is_missed_by_its_name() -> None:
     page = Path(__file__).parents[2].joinpath("docs", "operations", "security.md").read_text()
     [words] = re.findall(r"^ACL SETUSER locks on >secret (.+)$", page, re.MULTILINE)
     rights = [word for word in words.split() if word[0] in "+&~"]
-    assert len(rights) == 25
+    assert len(rights) == 31
     with EmbeddedNode() as node:
         url = f"redis://locks:secret@127.0.0.1:{node.port}/0"
         with Redlock([url], restart_guard="off", node_timeout=7.0) as redlock:
@@ -226,10 +361,10 @@ def test_each_right_of_the_page_is_missed_by_its_name() -> None:
                 others = [word for word in words.split() if word != right]
                 fresh = ["reset", "on", ">secret", *others]
                 node.client().execute_command("ACL", "SETUSER", "locks", *fresh)
-                (missing,) = missing_rights(redlock).values()
+                (missing,) = missing_rights(redlock.session).values()
                 assert missing == [right]
             node.client().execute_command("ACL", "SETUSER", "locks", "reset", "on", ">secret")
-            (missing,) = missing_rights(redlock).values()
+            (missing,) = missing_rights(redlock.session).values()
             assert set(missing) == {right for right in rights if right[0] == "+"}
         assert node.client().keys("*") == []
 
@@ -254,6 +389,6 @@ def is_handed_on(url: str) -> bool:
     ):
         lock = holder.lock("handed", wait=60).acquire()
         waits = pool.submit(lambda: other.lock("handed", wait=60).try_acquire())
-        eventually(lambda: list_waiting(other).processes)
+        eventually(lambda: other.waiters().processes)
         lock.release()
         return waits.result(60)

@@ -34,6 +34,7 @@ from tests.conftest import (
     settle,
     trust_nodes,
 )
+from tests.contract.conftest import MAJORITY
 
 
 class Echo:
@@ -111,8 +112,9 @@ def test_answers_stay_with_their_commands_while_connections_break(nodes: Nodes) 
                 node.drop(connection, "no answer within 5 s")
 
         drain = session.nodes.drain
-        for_seconds(8, write, drain, drain, break_off, enough=lambda: len(seen) > 1000)
-    assert len(seen) > 1000
+        most = 1000 if len(nodes) > 1 else 100  # PostgreSQL starts a process for each connection
+        for_seconds(8, write, drain, drain, break_off, enough=lambda: len(seen) > most)
+    assert len(seen) > most
     assert [pair for pair in seen if pair[1] != str(pair[0]).encode()] == []
 
 
@@ -156,6 +158,7 @@ def test_a_prefix_may_have_any_letters(nodes: Nodes, prefix: str) -> None:
 
 
 @pytest.mark.slow
+@MAJORITY
 def test_a_name_that_led_to_another_nodes_server_for_a_while_is_a_node_again(
     redlock: Redlock, nodes: Nodes
 ) -> None:
@@ -274,6 +277,7 @@ def test_after_a_lock_that_nobody_keeps_its_resource_is_taken_and_given_back_as_
     assert "its Lock was garbage collected" not in caplog.text  # it did not take a renewal
 
 
+@MAJORITY
 def test_a_connection_that_each_renewal_breaks_does_not_make_them_oftener(
     redlock: Redlock, nodes: Nodes
 ) -> None:
@@ -298,6 +302,7 @@ def test_a_connection_that_each_renewal_breaks_does_not_make_them_oftener(
         assert lock.held
 
 
+@MAJORITY
 def test_a_refusal_that_another_thread_brings_in_does_not_disturb_who_reads_the_others(
     redlock: Redlock, nodes: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:

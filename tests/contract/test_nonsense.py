@@ -9,15 +9,14 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from celery_redlock import LockTaken, QuorumUnreachable, Redlock
-from celery_redlock.lock.inspection import list_locks
 from celery_redlock.lock.lock import acquisitions_of
 from celery_redlock.lock.model.keys import completion_key
-from celery_redlock.lock.node_status import ask_nodes, read_nodes, read_shared_settings
-from celery_redlock.lock.server.requests import GRANT, MARKER, RELEASE, RENEW
+from celery_redlock.lock.node_status import ask_nodes, read_shared_settings
+from celery_redlock.lock.server.requests import GRANT, MARKER, RELEASE, RENEW, UNIQUE
 from celery_redlock.tasks.execution.outcomes import read_markers
 from celery_redlock.tasks.unique.claim import ClaimToken
-from celery_redlock.tasks.unique.rounds import UNIQUE
 from tests.conftest import NODE_TIMEOUT, TTL, Nodes, eventually, is_free, see_freed, settle
+from tests.contract.conftest import REDIS_SERVER
 from tests.contract.liar import Liar, liar
 from tests.contract.test_done_marks import lock_of
 from tests.contract.test_unique import Sender
@@ -93,7 +92,7 @@ def no_inner_error(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     assert "Traceback" not in caplog.text
 
 
-pytestmark = pytest.mark.usefixtures("no_inner_error")
+pytestmark = [REDIS_SERVER, pytest.mark.usefixtures("no_inner_error")]
 
 
 class TestGrant:
@@ -257,7 +256,7 @@ class TestQuestions:
         with three.lock("r", wait=60):
             for command in (b"SCAN", b"MGET", b"PTTL", b"TIME", b"GET"):
                 lies.lie(command, reply)
-                sight, status = list_locks(three), read_nodes(three)
+                sight, status = three.locks(), three.status().nodes
                 lies.answers.clear()
                 if command in (b"SCAN", b"MGET"):
                     (cause,) = sight.failing.values()
@@ -266,8 +265,8 @@ class TestQuestions:
                 assert [one.error for one in status[1:]] == ["", ""]
             lies.lie(b"PTTL", reply)
             lies.lie(b"GET", reply)
-            assert ask_nodes(three).quorum == 2
-            read_shared_settings(three)
+            assert ask_nodes(three.session).quorum == 2
+            read_shared_settings(three.session)
 
 
 def test_a_lock_that_others_hold_is_taken_whatever_the_third_says(

@@ -19,7 +19,7 @@ from celery_redlock.lock.model.options import CompletionMarker, LockOptions
 from celery_redlock.lock.server.requests import PERMIT, RELEASE
 from celery_redlock.testing import EmbeddedNode
 from tests.conftest import Nodes, eventually, is_free, keys_on, settle, settled
-from tests.contract.conftest import at_once
+from tests.contract.conftest import MAJORITY, REDIS_SERVER, at_once
 
 BASE = lock_key("redlock", "r")
 RUN, QUIET = guard_keys("redlock")
@@ -107,10 +107,11 @@ class TestScript:
     def test_a_node_without_memory_abstains_but_refuses_and_knows_its_own(
         self, client: Redis
     ) -> None:
-        guard = "another", "60000"
+        guard = client.info("server")["run_id"], "60000"
+        client.set(RUN, "another")
         minus, ms = ask(client, guard=guard)
         assert (minus, 0 < ms <= 60_000) == (-1, True)
-        assert client.get(RUN) == "another"
+        assert client.get(RUN) == guard[0]
         client.set(key_of(1), "mine", px=9_000)
         assert ask(client, guard=guard) == [1, 1, "000"]
         taken(client, 0, 1, 2)
@@ -131,6 +132,7 @@ class TestScript:
         assert ask(client, first=0) == [1, 0, "000"]
         assert client.get(key_of(1)) == "mine"
 
+    @REDIS_SERVER
     def test_a_key_of_another_type_counts_as_taken_and_stops_no_release(
         self, client: Redis
     ) -> None:
@@ -152,7 +154,7 @@ class TestScript:
 
 
 def run_of(node: EmbeddedNode) -> int:
-    """Return how many scripts a node has run."""
+    """Return how many scripts a Redis node has run; 0 of PostgreSQL."""
     stats = node.client().info("commandstats")
     return sum(
         stats[name]["calls"] for name in ("cmdstat_evalsha", "cmdstat_eval") if name in stats
@@ -181,6 +183,7 @@ def rivals(nodes: Nodes) -> Iterator[list[Redlock]]:
 
 
 class TestRounds:
+    @REDIS_SERVER  # it counts its scripts
     def test_a_full_lock_refuses_with_few_commands(
         self, nodes: Nodes, redlock: Redlock, client: Redis
     ) -> None:
@@ -212,10 +215,11 @@ class TestRounds:
             for permit in range(FULL)
             if (value := node.client().get(key_of(permit)))
         )
-        held = [permit for (permit, _), count in standing.items() if count >= 2]
+        held = [permit for (permit, _), count in standing.items() if count > len(nodes) / 2]
         assert len(held) == len(set(held)) == len(locks) == 50
-        assert sum(scripts) / 3 / 50 < 9  # blind tries took 20
+        assert sum(scripts) / len(nodes) / 50 < 9  # blind tries took 20
 
+    @MAJORITY
     def test_nodes_that_agree_on_no_permit_are_asked_for_one_that_is_free_on_a_quorum(
         self, nodes: Nodes, redlock: Redlock
     ) -> None:
@@ -232,6 +236,7 @@ class TestRounds:
         settle(redlock)
         assert not nodes[0].client().exists(key_of(2))
 
+    @MAJORITY
     def test_free_permits_of_single_nodes_are_no_permit(
         self, nodes: Nodes, redlock: Redlock
     ) -> None:
@@ -245,6 +250,7 @@ class TestRounds:
         for node in nodes:
             assert len([permit for permit in range(3) if node.client().exists(key_of(permit))]) == 2
 
+    @MAJORITY
     def test_a_node_that_granted_another_permit_is_moved_to_that_of_the_quorum(
         self, nodes: Nodes, redlock: Redlock
     ) -> None:
@@ -298,8 +304,9 @@ class TestLimitsPerKey:
         assert (refused.value.resource, refused.value.limit) == ("doctor:1", 1)
         for rival in rivals:
             settle(rival)
-        assert standing_on(nodes) == [set()] * 3
+        assert standing_on(nodes) == [set()] * len(nodes)
 
+    @REDIS_SERVER  # it monitors its commands
     def test_whom_the_doctor_refuses_never_asks_for_a_permit_of_the_clinic(
         self, nodes: Nodes, redlock: Redlock, rival: Redlock
     ) -> None:
@@ -388,7 +395,7 @@ class TestLimitsPerKey:
     @pytest.mark.parametrize(
         ("limit", "fencing", "words"),
         [
-            (2, False, "of one resource"), ({"b": 0}, False, "from 1 to 1000"),
+            (2, False, "to one resource"), ({"b": 0}, False, "from 1 to 1000"),
             ({"c": 2}, False, "'c' is not in the key"), ({"b": 2}, True, "no fencing tokens"),
         ],
     )  # fmt: skip

@@ -15,6 +15,7 @@ from celery_redlock.lock.platform.clock import SystemClock
 from celery_redlock.testing import EmbeddedNode
 from tests.clocks import HOUR, WallClock
 from tests.conftest import Nodes, eventually, see_renewal, trust_nodes
+from tests.contract.conftest import MAJORITY, REDIS_SERVER, quorum_of
 from tests.contract.contention import (
     MAX_TTL,
     NODE_TIMEOUT,
@@ -48,9 +49,9 @@ def contending(tmp_path: Path) -> Begin:
 
 
 @pytest.fixture
-def network(mortal_nodes: Nodes) -> Iterator[list[Proxy]]:
-    """Give a proxy for each of three nodes."""
-    with proxies(mortal_nodes) as made:
+def network(nodes: Nodes) -> Iterator[list[Proxy]]:
+    """Give a proxy for each node."""
+    with proxies(nodes) as made:
         yield made
 
 
@@ -142,6 +143,7 @@ class TestNodes:
                 node.resume()
 
     @pytest.mark.slow
+    @REDIS_SERVER
     def test_busy_for_longer_than_a_node_may_take(self, nodes: Nodes, contending: Begin) -> None:
         # servers before Redis 7 allow DEBUG, and do not know the setting
         known = nodes[0].client().config_get("enable-debug-command")
@@ -200,6 +202,7 @@ class TestNetwork:
             for proxy in network:
                 proxy.weather = FAIR
 
+    @MAJORITY
     def test_slower_to_one_node_than_it_may_take_so_that_what_was_given_up_runs_later(
         self, network: list[Proxy], contending: Begin
     ) -> None:
@@ -226,6 +229,7 @@ class TestNetwork:
         ],
     )
     @pytest.mark.slow
+    @MAJORITY
     def test_swallowing_all_for_one_node_and_delivering_it_late(
         self, network: list[Proxy], contending: Begin, ways: frozenset[Way]
     ) -> None:
@@ -237,6 +241,7 @@ class TestNetwork:
             network[0].weather = FAIR
 
     @pytest.mark.slow
+    @MAJORITY
     def test_refused_by_one_node(self, network: list[Proxy], contending: Begin) -> None:
         with contending(network) as running:
             network[0].weather = Weather(refuses=True)
@@ -252,12 +257,12 @@ class TestNetwork:
         now = SystemClock().now
         with contending(network) as running:
             running.see_long_section()
-            for proxy in network[:2]:
+            for proxy in quorum_of(network):
                 proxy.weather = Weather(swallows=BOTH_WAYS)
             cut_off = now()
             running.endure(TTL + 1.5)
             back = now()
-            for proxy in network[:2]:
+            for proxy in quorum_of(network):
                 proxy.weather = FAIR
         holds = running.record.holds
         assert [h for h in holds if h.begin < back and h.end > cut_off + TTL] == []
@@ -267,25 +272,25 @@ class TestNetwork:
 class TestContenders:
     @pytest.mark.slow
     def test_a_holder_is_stopped_for_longer_than_its_lease(
-        self, mortal_nodes: Nodes, contending: Begin
+        self, nodes: Nodes, contending: Begin
     ) -> None:
-        with contending(mortal_nodes) as running:
+        with contending(nodes) as running:
             for _ in range(2):
                 with running.paused(running.see_long_section()):
                     running.endure(TTL)
                     running.see_progress()
 
     @pytest.mark.slow
-    def test_anybody_is_stopped_for_a_while(self, mortal_nodes: Nodes, contending: Begin) -> None:
+    def test_anybody_is_stopped_for_a_while(self, nodes: Nodes, contending: Begin) -> None:
         def stop() -> None:
             with running.paused(random.choice(running.names)):
                 running.endure(random.uniform(0.01, NODE_TIMEOUT))
 
-        with contending(mortal_nodes) as running:
+        with contending(nodes) as running:
             running.endure_turns(3, 0.05, stop)
 
-    def test_one_is_killed_and_another_starts(self, mortal_nodes: Nodes, contending: Begin) -> None:
-        with contending(mortal_nodes) as running:
+    def test_one_is_killed_and_another_starts(self, nodes: Nodes, contending: Begin) -> None:
+        with contending(nodes) as running:
             running.kill(running.see_long_section())
             running.see_progress()
             running.endure_turns(2, 0.3, lambda: running.kill(random.choice(running.names)))

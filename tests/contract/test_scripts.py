@@ -387,7 +387,7 @@ class TestDoneMark:
 class TestRequests:
     """What is packed by hand says the same as what a client library would send."""
 
-    REQUESTS = Requests("redlock")
+    REQUESTS = Requests("redlock", 0.0)
     PLAIN = LockOptions(("r",), ttl=30.0, wait=0.0, renew=False, max_hold=None, label="me")
     MARKER = CompletionMarker("1:t:0:0", kept_for=600.0, asks_since=0.0)
 

@@ -28,7 +28,7 @@ import redis
 from redis.sentinel import Sentinel
 
 from celery_redlock import Lock, LockTaken, QuorumUnreachable, Redlock
-from celery_redlock.lock.node_status import ask_nodes, read_nodes
+from celery_redlock.lock.node_status import ask_nodes
 from celery_redlock.lock.server.error_hints import hint_of, is_misconfigured
 from celery_redlock.lock.server.requests import GRANT
 from celery_redlock.lock.transport.connection import CONNECT_BUDGET
@@ -46,7 +46,7 @@ from tests.conftest import (
     see_renewal,
     settle,
 )
-from tests.contract.conftest import at_once
+from tests.contract.conftest import REDIS_SERVER, at_once
 from tests.contract.proxy import Weather, proxies
 from tests.contract.test_greenlets import GEVENT, tell
 
@@ -60,6 +60,8 @@ Address = Any  # a URL or a redis-py client
 Befall = Callable[[EmbeddedNode], Iterator[Address]]
 Pair = tuple[EmbeddedNode, EmbeddedNode]
 Watched = tuple["SentinelNode", EmbeddedNode, EmbeddedNode]
+
+pytestmark = REDIS_SERVER
 
 
 class Trouble:
@@ -657,7 +659,9 @@ def texts_of(made: Redlock, caplog: pytest.LogCaptureFixture) -> str:
     """Return all that is said of the one node of a client: errors, log and commands."""
     cause = cause_with("", made, made.session.nodes.all[0].name)
     eventually(lambda: "gives no vote" in caplog.text)
-    return "\n".join([cause, caplog.text, read_nodes(made)[0].error, *ask_nodes(made).failing])
+    return "\n".join(
+        [cause, caplog.text, made.status().nodes[0].error, *ask_nodes(made.session).failing]
+    )
 
 
 class TestPasswords:
@@ -839,7 +843,7 @@ class TestTls:
             ("", "?ssl_ca_certs=/nowhere/ca.pem", "correct this path"),
             ("", "?ssl_ca_certs=/etc", "correct this path"),
             ("", "&ssl_certfile=/nowhere/c.pem&ssl_keyfile=/nowhere/c.key", "correct this path"),
-            ("", "?ssl_ca_certs=/etc/hostname", "is no PEM file"),
+            ("", "?ssl_ca_certs=/etc/hostname", "is not a PEM file"),
         ],
     )
     def test_each_mistake_has_a_hint_of_its_own(

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from celery_redlock import Lock, LockLost, LockTaken, Redlock, RedlockError, SettingsError
+from celery_redlock.signals import lock_lost
 from tests.conftest import (
     NODE_TIMEOUT,
     Nodes,
@@ -19,12 +20,13 @@ from tests.conftest import (
     is_free,
     keys_on,
     paused,
+    receiving,
     see_freed,
     settle,
     settled,
     trust_nodes,
 )
-from tests.contract.conftest import at_once
+from tests.contract.conftest import MAJORITY, at_once
 from tests.contract.contention import PROCESSES
 
 FENCE = "{redlock}:fence"
@@ -138,11 +140,89 @@ class TestNested:
             with redlock.lock(["a", "b", "c"], wait=60) as inner:
                 settle(redlock)
                 assert inner.held
-                assert locks_on(nodes) == [["a", "b", "c"]] * 3
+                assert locks_on(nodes) == [["a", "b", "c"]] * len(nodes)
             see_freed(nodes, "a")
             see_freed(nodes, "c")
             assert outer.held
-            assert locks_on(nodes) == [["b"]] * 3
+            assert locks_on(nodes) == [["b"]] * len(nodes)
+
+    @pytest.mark.parametrize("options", [{"renew": False}, {"max_hold": 0.1}])
+    def test_after_one_that_has_run_out_as_planned_it_is_taken_anew(
+        self, nodes: Nodes, rival: Redlock, options: dict[str, Any]
+    ) -> None:
+        with settled(nodes, node_timeout=0.2) as made:
+            old = made.lock("r", wait=60, ttl=1, **options).acquire()
+            eventually(lambda: not old.held)
+            with made.lock("r") as new:  # at once, although a node may still keep the old key
+                old.release()
+                settle(made)
+                assert new.held
+                assert not rival.lock("r").try_acquire()
+            see_freed(nodes, "r")
+
+    def test_one_that_has_run_out_as_planned_says_so_and_its_loss_is_told_once(
+        self, nodes: Nodes, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        told: list[str] = []
+        with (
+            settled(nodes, node_timeout=0.2) as made,
+            receiving(lock_lost, lambda _, event: told.append(event.reason)),
+        ):
+            old = made.lock("r", wait=60, ttl=1, renew=False).acquire()
+            eventually(lambda: not old.held)
+            with made.lock("r"), pytest.raises(LockLost, match=r"lost .its ttl of 1 s is over"):
+                old.ensure()
+            old.release()
+            eventually(lambda: told)
+        assert told == ["its ttl of 1 s is over, and renew=False"]
+
+    def test_one_that_is_lost_before_its_max_hold_is_lost_for_those_inside(
+        self, redlock: Redlock, nodes: Nodes
+    ) -> None:
+        with redlock.lock("r", wait=60, max_hold=60) as outer:
+            lose(outer, redlock, nodes)
+            with pytest.raises(LockLost, match="its key is gone"):
+                redlock.lock("r").acquire()
+
+
+class TestNotReentrant:
+    def test_it_is_refused_in_the_thread_that_holds_it_as_by_another_client(
+        self, redlock: Redlock, nodes: Nodes
+    ) -> None:
+        lock = redlock.lock("r", wait=60, reentrant=False)
+        with lock:
+            for again in (lock, redlock.lock("r", reentrant=False)):
+                with pytest.raises(LockTaken) as caught:
+                    again.acquire(wait=0)
+                assert caught.value.holder.startswith("pid ")
+            assert lock.held
+            with redlock.lock("r") as inner:
+                assert inner.held  # the option is that of the lock that is acquired
+        see_freed(nodes, "r")
+
+    def test_it_is_refused_in_the_asyncio_task_that_holds_it(
+        self, redlock: Redlock, nodes: Nodes
+    ) -> None:
+        async def body() -> None:
+            async with redlock.lock("r", wait=60) as outer:
+                with pytest.raises(LockTaken):
+                    await redlock.lock("r", reentrant=False).acquire_async()
+                assert outer.held
+
+        asyncio.run(body())
+        see_freed(nodes, "r")
+
+    def test_it_waits_as_others_do(self, nodes: Nodes) -> None:
+        with settled(nodes, node_timeout=0.2) as made:
+            old = made.lock("r", wait=60, ttl=1, renew=False).acquire()
+            with made.lock("r", wait=60, reentrant=False) as new:
+                assert not old.held
+                assert new.held
+
+    def test_it_takes_another_permit(self, redlock: Redlock) -> None:
+        options = {"limit": 2, "reentrant": False}
+        with redlock.lock("p", wait=60, **options), redlock.lock("p", **options):
+            assert not redlock.lock("p", **options).try_acquire()
 
 
 class TestPermits:
@@ -156,7 +236,7 @@ class TestPermits:
         assert caught.value.expires_in is not None
         assert all(lock.held for lock in locks)
         settle(fourth)
-        assert locks_on(nodes) == [["r", "r#1", "r#2"]] * 3
+        assert locks_on(nodes) == [["r", "r#1", "r#2"]] * len(nodes)
         locks.pop().release()
         locks.append(fourth.lock("r", wait=60, limit=3).acquire())
         for lock in locks:
@@ -195,11 +275,11 @@ class TestResources:
                 with pytest.raises(LockTaken, match="'b'"):
                     rival.lock(names).acquire()
                 settle(rival)
-                assert locks_on(nodes) == [["b"]] * 3
+                assert locks_on(nodes) == [["b"]] * len(nodes)
         with rival.lock(["c", "a", "b", "a"], wait=60) as lock:
             settle(rival)
             assert lock.resource == "a, b, c"
-            assert locks_on(nodes) == [["a", "b", "c"]] * 3
+            assert locks_on(nodes) == [["a", "b", "c"]] * len(nodes)
         for name in ("a", "b", "c"):
             see_freed(nodes, name)
 
@@ -239,7 +319,7 @@ class TestResources:
         with settled(nodes, node_timeout=0.2) as made:
             lock = made.lock(["a", "b"], wait=60, ttl=1, **options).acquire()
             eventually(lambda: not lock.held)
-            with pytest.raises(LockLost, match=r"'a, b' is lost .no quorum of nodes renewed"):
+            with pytest.raises(LockLost, match=r"'a, b' is lost .its (ttl|max_hold) of "):
                 lock.ensure()
             lock.release()
 
@@ -288,6 +368,7 @@ class TestFencing:
         assert tokens[0] > ahead
         assert grows(tokens)
 
+    @MAJORITY
     def test_it_grows_though_a_minority_of_nodes_forgets_its_counters(
         self, redlock: Redlock, nodes: Nodes
     ) -> None:

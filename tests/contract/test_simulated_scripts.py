@@ -6,8 +6,9 @@ Hypothesis makes the commands. What is left of a ttl is compared within what a b
 from __future__ import annotations
 
 import contextlib
+import math
 import os
-import socket
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,24 +24,29 @@ from celery_redlock.lock.model.keys import (
     fence_key,
     guard_keys,
     lock_key,
+    name_of_rate,
+    rate_keys,
     tenure_key,
     waiting_key,
 )
 from celery_redlock.lock.server.requests import (
     BREAK,
+    CANCEL,
     GRANT,
     GUARD,
     MARKER,
     PERMIT,
+    RECORD,
     REGISTER,
     RELEASE,
     RENEW,
+    TAKE,
     TRUST,
+    UNIQUE,
 )
-from celery_redlock.lock.transport.command import Script, encode_command
-from celery_redlock.tasks.unique.rounds import UNIQUE
+from celery_redlock.lock.transport.command import Script
 from celery_redlock.testing import EmbeddedNode
-from tests.contract.servers import Command, real, simulated
+from tests.contract.servers import Command, RealEar, real, simulated
 from tests.simulation.nodes import Node, library
 from tests.simulation.world import World
 
@@ -56,6 +62,8 @@ PERMITS = [LOCK, *(lock_key("redlock", "r", permit) for permit in (1, 2))]
 TENURE, ELSEWHERE = tenure_key("redlock"), tenure_key("redlock", "other:6379")
 KEYS = (*PERMITS, OTHER, RUN, QUIET, FENCE, BROKEN, DONE)
 WAITING, INBOX = waiting_key("redlock", "r"), "inbox:"
+TAKEN, TOKENS = rate_keys("redlock", "r")
+RATE_WAITING = waiting_key("redlock", name_of_rate("r"))
 
 values = st.sampled_from(["t1:one", "t2:two", "t3"])
 # a renewal tells its ttl from what is left, within a ms: so it is given none that is an error
@@ -69,6 +77,8 @@ marks = st.sampled_from(["600000", "900000"])  # ms of a marker: far above what 
 waiters = st.sampled_from(["w1", "w2", "w3", "w4"])
 limits, passes = st.sampled_from(["1", "3"]), st.sampled_from(["0", "1", "2"])
 scores = st.sampled_from(["1700000000.123", "1700000000.124", "7", "-0.5"])
+expected_values = st.sampled_from(["", "t1", "t2:"])
+new_values = st.sampled_from(["", "t1:one", "t2:two"])
 Call = tuple[Script, tuple[str, ...], tuple[str, ...]]
 
 calls: st.SearchStrategy[Call] = st.one_of(
@@ -113,7 +123,7 @@ calls: st.SearchStrategy[Call] = st.one_of(
     st.tuples(
         st.just(REGISTER),
         st.sampled_from([(WAITING,), (WAITING, LOCK)]),
-        st.tuples(waiters, scores, good_ttls, passes, st.just(INBOX), limits),
+        st.tuples(waiters, scores, good_ttls, passes, st.just(INBOX), limits, st.just("")),
     ),
     st.tuples(
         st.just(GUARD),
@@ -132,7 +142,13 @@ calls: st.SearchStrategy[Call] = st.one_of(
     st.tuples(
         st.just(UNIQUE),
         st.just((OTHER,)),
-        st.tuples(st.sampled_from(["", "t1", "t2:"]), st.sampled_from(["", "t1:one"]), good_ttls),
+        st.one_of(
+            st.tuples(
+                expected_values, new_values, st.sampled_from(["200000", "400000"]), good_ttls
+            ),
+            st.tuples(expected_values, new_values, st.just(""), st.just("")),
+            st.tuples(expected_values, st.just(""), st.just("back"), st.just("")),
+        ),
     ),
 )
 # what befalls keys from outside: they end, or another program writes them
@@ -163,33 +179,6 @@ def client(server: EmbeddedNode) -> Redis:
 
 # the clients of a node that subscribe to something
 listeners = st.lists(waiters.map(lambda waiter: (INBOX + waiter,)), max_size=4)
-
-
-class RealEar:
-    """A subscriber of a real server."""
-
-    def __init__(self, port: int, channels: tuple[str, ...]) -> None:
-        self._socket = socket.create_connection(("127.0.0.1", port), timeout=60)
-        self._reader = hiredis.Reader(encoding="utf-8")
-        self._socket.sendall(encode_command("SUBSCRIBE", *channels))
-        self.heard()
-
-    def heard(self) -> list[tuple[str, str]]:
-        """Return the channels and messages since the last call."""
-        self._socket.sendall(encode_command("PING"))
-        heard = []
-        while (reply := self._next()) != ["pong", ""]:
-            if reply[0] == "message":
-                heard.append((reply[1], reply[2]))
-        return heard
-
-    def _next(self) -> Any:
-        while (reply := self._reader.gets()) is False:
-            self._reader.feed(self._socket.recv(65536))
-        return reply
-
-    def close(self) -> None:
-        self._socket.close()
 
 
 class Ears:
@@ -239,10 +228,60 @@ def test_a_simulated_server_answers_and_remembers_as_a_real_one(
     compare(client, steps, channels)
 
 
+# ms for which a start counts, and of its age: a busy machine passes none of the steps between them
+kept, ages = st.sampled_from(["100000", "300000"]), st.sampled_from(["0", "50000", "200000"])
+permits, asked = st.sampled_from(["1", "3"]), st.sampled_from(["", "0", "2"])
+rate_calls: st.SearchStrategy[Call] = st.one_of(
+    st.tuples(
+        st.just(TAKE),
+        st.just((TAKEN, TOKENS, RUN, QUIET, TENURE)),
+        st.tuples(
+            waiters,
+            permits,
+            kept,
+            st.sampled_from("02"),
+            asked,
+            st.sampled_from("01"),
+            runs,
+            silences,
+        ),
+    ),
+    st.tuples(
+        st.just(CANCEL),
+        st.just((TAKEN, TOKENS, RATE_WAITING)),
+        st.tuples(st.one_of(waiters, st.just("")), asked, st.just(INBOX), kept),
+    ),
+    st.tuples(
+        st.just(RECORD),
+        st.just((TAKEN, TOKENS)),
+        st.tuples(waiters, st.sampled_from(["0", "2"]), kept, ages),
+    ),
+    st.tuples(
+        st.just(REGISTER),
+        st.just((RATE_WAITING, TAKEN)),
+        st.tuples(waiters, scores, good_ttls, passes, st.just(INBOX), permits, kept),
+    ),
+)
+rate_changes = st.one_of(
+    st.tuples(st.just("DEL"), st.sampled_from([TAKEN, TOKENS, RATE_WAITING, QUIET]), st.just("")),
+    st.tuples(st.just("SET"), st.sampled_from([TAKEN, TOKENS]), st.just("of another program")),
+    st.tuples(st.just("SET"), st.just(TENURE), st.sampled_from(["7 run1", "5000000000000 run1"])),
+    st.tuples(st.just("SET"), st.just(RUN), st.just("run1")),
+)
+
+
+@settings(max_examples=5 * EXAMPLES, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.one_of(rate_calls, rate_calls, rate_changes), max_size=16), listeners)
+def test_a_simulated_server_counts_the_starts_of_a_rate_as_a_real_one(
+    client: Redis, steps: list[Any], channels: list[tuple[str, ...]]
+) -> None:
+    compare(client, steps, channels)
+
+
 registrations = st.tuples(
     st.just(REGISTER),
     st.sampled_from([(WAITING,), (WAITING, LOCK)]),
-    st.tuples(waiters, scores, good_ttls, passes, st.just(INBOX), st.just("1")),
+    st.tuples(waiters, scores, good_ttls, passes, st.just(INBOX), st.just("1"), st.just("")),
 )
 taken = st.just(("SET", LOCK, "t1:one"))
 given_back = st.tuples(
@@ -290,6 +329,9 @@ def same(expected: Any, found: Any) -> bool:
         return isinstance(found, hiredis.ReplyError) and str(found).endswith(first)
     if isinstance(expected, float):  # RESP3 has a type for it, which the model does not speak
         return isinstance(found, str) and expected == float(found)
+    if isinstance(expected, list) and [type(one) for one in expected] == [int, str, int]:
+        *shown, age = expected  # of lua/unique.lua: ms that have passed since the first send
+        return same(shown, found[:2]) and abs(age - int(found[2])) < SLACK
     if isinstance(expected, list):
         return len(expected) == len(found) and all(map(same, expected, found))
     if isinstance(expected, str) and isinstance(found, str) and expected != found:
@@ -302,7 +344,8 @@ def same(expected: Any, found: Any) -> bool:
 
 
 def without_now(text: str) -> str:
-    """Return a tenure without when it began, if that is a server's own time."""
+    """Return a tenure or a claim without the server's own times that it names."""
+    text = re.sub(r" \d{13}\b", "", text)
     since, _, run_id = text.partition(" ")
     is_now = since.isdecimal() and 1000 < int(since) < 5_000_000_000_000
     return run_id if run_id and is_now else text
@@ -311,10 +354,45 @@ def without_now(text: str) -> str:
 def assert_same_keys(real: Command, simulated: Command) -> None:
     for key in (*KEYS, TENURE, ELSEWHERE):
         assert same(real("GET", key), simulated("GET", key)), key
-    members = ("ZRANGE", WAITING, "0", "-1", "WITHSCORES")
-    assert same_set(real(*members), simulated(*members))
-    for key in (*KEYS, TENURE, ELSEWHERE, WAITING):
+    for key in (WAITING, RATE_WAITING):
+        members = ("ZRANGE", key, "0", "-1", "WITHSCORES")
+        assert same_set(real(*members), simulated(*members)), key
+    assert same_starts(real, simulated)
+    for key in (*KEYS, TENURE, ELSEWHERE, WAITING, RATE_WAITING, TAKEN, TOKENS):
         assert abs(real("PTTL", key) - simulated("PTTL", key)) < SLACK, key
+
+
+def same_starts(real: Command, simulated: Command) -> bool:
+    """Tell whether both servers have the same permits, of the same tokens, and as old."""
+    replies = [
+        (server("HGETALL", TOKENS), server("ZRANGE", TAKEN, "0", "-1", "WITHSCORES"))
+        for server in (real, simulated)
+    ]
+    (tokens, times), (found_tokens, found_times) = replies
+    if isinstance(tokens, ResponseError):
+        return same(tokens, found_tokens)
+    if isinstance(times, ResponseError):
+        return same(times, found_times)
+    ages = {name: now_of(real) - at for name, at in pairs_of(times)}
+    found = {name: now_of(simulated) - at for name, at in pairs_of(found_times)}
+    alike = all(abs(age - found.get(name, math.inf)) < SLACK for name, age in ages.items())
+    return pairs_of(tokens) == pairs_of(found_tokens) and ages.keys() == found.keys() and alike
+
+
+def now_of(server: Command) -> float:
+    """Return a server's own time in ms."""
+    seconds, microseconds = server("TIME")
+    return int(seconds) * 1000 + int(microseconds) / 1000
+
+
+def pairs_of(reply: Any) -> list[tuple[str, Any]]:
+    """Return the pairs of a reply to HGETALL, or to ZRANGE with scores, in either protocol."""
+    if isinstance(reply, dict):
+        return list(reply.items())
+    if reply and isinstance(reply[0], list):
+        return [(name, float(score)) for name, score in reply]
+    pairs = list(zip(reply[::2], reply[1::2], strict=True))
+    return [(name, float(text) if text.isdecimal() else text) for name, text in pairs]
 
 
 def same_set(expected: Any, found: Any) -> bool:
@@ -327,6 +405,8 @@ def same_set(expected: Any, found: Any) -> bool:
 
 places = st.sampled_from(["0", "1", "-1", "-2", "-9", "9", "x"])
 withscores = st.sampled_from(["WITHSCORES", "withscores", "LIMIT"])
+bounds = st.sampled_from(["7", "(7", "-inf", "+inf", "1700000000.123", "(1700000000.124", "x", "("])
+field_names = st.sampled_from(["0", "1", "a b"])
 commands = st.one_of(
     st.tuples(st.just("ZADD"), st.sampled_from(["scores", LOCK]), scores, waiters),
     st.tuples(st.just("ZADD"), st.just("scores"), scores, waiters, scores, waiters),
@@ -340,6 +420,17 @@ commands = st.one_of(
     st.tuples(st.sampled_from(["ZRANK", "ZSCORE"]), st.sampled_from(["scores", LOCK]), waiters),
     st.tuples(st.sampled_from(["ZCARD", "GET", "PTTL", "DEL", "EXISTS"]), st.just("scores")),
     st.tuples(st.just("ZCARD"), st.just(LOCK)),
+    st.tuples(st.just("ZRANGEBYSCORE"), st.sampled_from(["scores", LOCK]), bounds, bounds),
+    st.tuples(st.just("ZRANGEBYSCORE"), st.just("scores"), bounds, bounds, withscores),
+    st.tuples(st.just("HSET"), st.sampled_from(["fields", LOCK, "scores"]), field_names, values),
+    st.tuples(st.just("HSET"), st.just("fields"), field_names, values, field_names, values),
+    st.tuples(st.just("HSET"), st.just("fields"), field_names, values, field_names),
+    st.tuples(st.just("HDEL"), st.sampled_from(["fields", LOCK]), field_names),
+    st.tuples(st.just("HDEL"), st.just("fields"), field_names, field_names),
+    st.tuples(st.just("HGET"), st.sampled_from(["fields", "scores"]), field_names),
+    st.tuples(st.sampled_from(["HGETALL", "ZCARD", "GET", "PTTL", "DEL"]), st.just("fields")),
+    st.tuples(st.just("ZADD"), st.just("fields"), scores, waiters),
+    st.tuples(st.just("PEXPIRE"), st.just("fields"), st.sampled_from(["100000", "0"])),
     st.tuples(st.just("SET"), st.just("scores"), values),
     st.tuples(st.just("SET"), st.just("scores"), values, st.just("GET")),
     st.tuples(st.just("MGET"), st.just(LOCK), st.just("scores")),
@@ -371,5 +462,7 @@ def test_a_simulated_server_takes_plain_commands_as_a_real_one(
         expected, found = real(client)(*step), simulated(node)(*step)
         if step[0] == "KEYS":
             expected, found = sorted(expected), sorted(found)
-        alike = same_set if len(step) == 5 and step[0] == "ZRANGE" else same
+        if step[0] == "HGETALL" and isinstance(expected, dict):
+            expected = [word for pair in expected.items() for word in pair]
+        alike = same_set if len(step) == 5 and step[0].startswith("ZRANGE") else same
         assert alike(expected, found), (step, expected, found)

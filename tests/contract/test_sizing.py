@@ -10,9 +10,13 @@ from celery_redlock.lock.model.keys import inbox_channel, lock_key
 from celery_redlock.lock.server.requests import Requests
 from celery_redlock.testing import EmbeddedNode, hold
 from tests.conftest import PATIENCE, Nodes, eventually, register, settle, write
+from tests.contract.conftest import REDIS_SERVER
 
 PREFIX, RESOURCE = "redlock", "stock:sku-7"
 OF_A_TASK = "tasks.take[0d1f6c3e-7a7d-4f9d-b0a4-3a6c0e7f9b21]:0:0 celery@web-1"  # a holder's label
+
+
+pytestmark = REDIS_SERVER  # counts commands and memory
 
 
 def scripts(nodes: Nodes) -> list[int]:
@@ -38,12 +42,12 @@ def test_a_lock_costs_two_scripts_and_a_refused_try_two_on_each_node(
         before = scripts(nodes)
         with redlock.lock("stock"):
             settle(redlock)
-            assert [b - a for a, b in zip(before, scripts(nodes), strict=True)] == [1, 1, 1]
+            assert [b - a for a, b in zip(before, scripts(nodes), strict=True)] == [1] * len(nodes)
             assert not other.lock("stock").try_acquire()
             settle(other)
-            assert [b - a for a, b in zip(before, scripts(nodes), strict=True)] == [3, 3, 3]
+            assert [b - a for a, b in zip(before, scripts(nodes), strict=True)] == [3] * len(nodes)
         settle(redlock)
-        assert [b - a for a, b in zip(before, scripts(nodes), strict=True)] == [4, 4, 4]
+        assert [b - a for a, b in zip(before, scripts(nodes), strict=True)] == [4] * len(nodes)
 
 
 def test_nothing_is_written_for_waiters_if_nobody_waits(nodes: Nodes, redlock: Redlock) -> None:
@@ -53,22 +57,22 @@ def test_nothing_is_written_for_waiters_if_nobody_waits(nodes: Nodes, redlock: R
         pass
     settle(redlock)
     assert calls(nodes, *writes) == before
-    assert [node.client().keys(f"{{{PREFIX}}}:waiting:*") for node in nodes] == [[], [], []]
+    assert [node.client().keys(f"{{{PREFIX}}}:waiting:*") for node in nodes] == [[]] * len(nodes)
 
 
 def test_a_registered_worker_whose_head_changes_costs_one_command_on_each_node(
     nodes: Nodes, redlock: Redlock
 ) -> None:
-    requests, counted = Requests(PREFIX), ("zadd", "zrem", "pexpire", "evalsha", "eval")
+    requests, counted = Requests(PREFIX, 0.0), ("zadd", "zrem", "pexpire", "evalsha", "eval")
     register(redlock, "w1", RESOURCE, 1.0)
     settle(redlock)
     before = calls(nodes, *counted)
     write(redlock, requests.update("w1", RESOURCE, 2.0))
     settle(redlock)
-    assert [b - a for a, b in zip(before, calls(nodes, *counted), strict=True)] == [1, 1, 1]
+    assert [b - a for a, b in zip(before, calls(nodes, *counted), strict=True)] == [1] * len(nodes)
     write(redlock, requests.unregister("w1", RESOURCE))
     settle(redlock)
-    assert [b - a for a, b in zip(before, calls(nodes, *counted), strict=True)] == [2, 2, 2]
+    assert [b - a for a, b in zip(before, calls(nodes, *counted), strict=True)] == [2] * len(nodes)
 
 
 def test_a_release_costs_each_node_three_messages_however_many_wait(
@@ -88,7 +92,9 @@ def test_a_release_costs_each_node_three_messages_however_many_wait(
         with redlock.lock(RESOURCE):
             pass
         settle(redlock)
-        assert [b - a for a, b in zip(before, calls(nodes, "publish"), strict=True)] == [3, 3, 3]
+        assert [b - a for a, b in zip(before, calls(nodes, "publish"), strict=True)] == [3] * len(
+            nodes
+        )
 
 
 def heard_on(node: EmbeddedNode, channels: list[str]) -> bool:

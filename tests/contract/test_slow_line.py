@@ -14,6 +14,7 @@ from celery_redlock.lock.model.options import CompletionMarker, LockOptions
 from celery_redlock.lock.transport.address import parse_address
 from celery_redlock.lock.transport.connection import CONNECT_BUDGET
 from tests.conftest import PATIENCE, Nodes, settle
+from tests.contract.conftest import MAJORITY, REDIS_SERVER, quorum_of
 from tests.contract.proxy import BOTH_WAYS, Proxy, Weather, proxies, slow_line
 
 GUARDS = ("strict", "off")
@@ -51,6 +52,7 @@ def test_the_page_on_sizing_says_how_long_a_first_acquire_may_take() -> None:
     assert f"has up to {CONNECT_BUDGET:g} s" in page.read_text()
 
 
+@REDIS_SERVER
 @pytest.mark.parametrize(("guard", "of_handshake"), [("strict", 2), ("off", 1)])
 @pytest.mark.parametrize("database", [0, 1])
 def test_a_handshake_takes_two_round_trips_with_the_guard_and_one_without(
@@ -69,12 +71,14 @@ def test_a_handshake_takes_two_round_trips_with_the_guard_and_one_without(
             assert proxy.round_trips == of_redis_py + of_handshake + 1
 
 
+@MAJORITY
 def test_two_nodes_that_answer_do_not_wait_for_the_third(network: list[Proxy]) -> None:
     network[2].weather = Weather(swallows=BOTH_WAYS)
     with over(network) as redlock:
         assert seconds_of(redlock) < CONNECT_BUDGET / 2
 
 
+@MAJORITY
 def test_two_nodes_that_disagree_do_not_wait_for_the_third(
     network: list[Proxy], nodes: Nodes
 ) -> None:
@@ -85,7 +89,7 @@ def test_two_nodes_that_disagree_do_not_wait_for_the_third(
 
 
 def test_dead_nodes_cost_a_node_timeout_once_a_connect_has_failed(network: list[Proxy]) -> None:
-    for proxy in network[1:]:
+    for proxy in quorum_of(network):
         proxy.weather = Weather(swallows=BOTH_WAYS)
     with over(network) as redlock:
         first = seconds_of(redlock, QuorumUnreachable)
@@ -99,7 +103,7 @@ def test_dead_nodes_cost_a_node_timeout_once_a_connect_has_failed(network: list[
 def test_nodes_that_stop_answering_cost_a_node_timeout(network: list[Proxy]) -> None:
     with over(network) as redlock:
         settle(redlock)
-        for proxy in network[1:]:
+        for proxy in quorum_of(network):
             proxy.weather = Weather(swallows=BOTH_WAYS)
         assert max(seconds_of(redlock, QuorumUnreachable) for _ in range(4)) < CONNECT_BUDGET / 2
 

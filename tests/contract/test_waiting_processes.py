@@ -13,11 +13,12 @@ from datetime import datetime
 import pytest
 
 from celery_redlock import Redlock
-from celery_redlock.lock.inspection import WaitingProcess, list_waiting
 from celery_redlock.lock.model.keys import waiting_key
+from celery_redlock.lock.reports import WaitingProcess
 from celery_redlock.lock.server.requests import Requests
 from tests import conftest
 from tests.conftest import FREED, Nodes, eventually, settle, write
+from tests.contract.conftest import MAJORITY, REDIS_SERVER, names
 
 WAITS = """
 import sys
@@ -25,10 +26,6 @@ from celery_redlock import Redlock
 with Redlock(sys.argv[1:], node_timeout=2.0) as redlock, redlock.lock("r", wait=600):
     pass
 """
-
-
-def names(nodes: Nodes) -> list[str]:
-    return [f"127.0.0.1:{node.port}" for node in nodes]
 
 
 def register(redlock: Redlock, *waiters: tuple[str, float], resource: str = "r") -> None:
@@ -45,7 +42,7 @@ def moment(since: str | None) -> float:
 
 
 def waiters(redlock: Redlock) -> list[str]:
-    return [one.waiter for one in list_waiting(redlock).processes]
+    return [one.waiter for one in redlock.waiters().processes]
 
 
 @contextlib.contextmanager
@@ -62,8 +59,8 @@ def see_registered(redlock: Redlock, pid: int) -> WaitingProcess:
     """Return what is shown of a process once every node has it registered."""
 
     def shown() -> WaitingProcess | None:
-        found = [one for one in list_waiting(redlock).processes if one.pid == pid]
-        return found[0] if found and len(found[0].nodes) == 3 else None
+        found = [one for one in redlock.waiters().processes if one.pid == pid]
+        return found[0] if found and len(found[0].nodes) == len(redlock.session.nodes.all) else None
 
     found = eventually(shown)
     assert found is not None
@@ -77,7 +74,7 @@ def test_processes_are_shown_in_the_order_in_which_they_began_to_wait(
     register(redlock, ("celery@web2:7:aa", began), ("celery@web1:7:bb", began - 60))
     register(redlock, ("cron:8:cc", began - 30))
     register(redlock, ("cron:8:cc", began - 90), resource="other")
-    sight = list_waiting(redlock)
+    sight = redlock.waiters()
     shown = [(one.resource, one.rank, one.name, one.pid) for one in sight.processes]
     assert shown == [
         ("other", 0, "cron", 8),
@@ -87,18 +84,18 @@ def test_processes_are_shown_in_the_order_in_which_they_began_to_wait(
     ]
     assert moment(sight.processes[1].since) == pytest.approx(began - 60, abs=0.01)
     assert {one.nodes for one in sight.processes} == {tuple(names(nodes))}
-    assert (sight.asked, dict(sight.failing), dict(sight.wrong_type)) == (3, {}, {})
+    assert (sight.asked, dict(sight.failing), dict(sight.wrong_type)) == (len(nodes), {}, {})
 
 
 def test_without_waiters_nobody_is_shown(redlock: Redlock) -> None:
     with redlock.lock("r"):
-        assert list_waiting(redlock).processes == ()
+        assert redlock.waiters().processes == ()
 
 
 @pytest.mark.parametrize("resource", ["a*", "a#3", "[x]", "späť:\\", "a#1\n", "file:\udcff"])
 def test_a_resource_of_any_name_is_shown_by_its_name(redlock: Redlock, resource: str) -> None:
     register(redlock, ("celery@web1:7:aa", 1.0), resource=resource)
-    assert [one.resource for one in list_waiting(redlock).processes] == [resource]
+    assert [one.resource for one in redlock.waiters().processes] == [resource]
 
 
 def test_more_resources_than_are_asked_for_at_once_are_all_shown(redlock: Redlock) -> None:
@@ -106,23 +103,24 @@ def test_more_resources_than_are_asked_for_at_once_are_all_shown(redlock: Redloc
     for resource in resources:
         conftest.register(redlock, "celery@web1:7:aa", resource, 1.0)
     settle(redlock)
-    assert [one.resource for one in list_waiting(redlock).processes] == resources
+    assert [one.resource for one in redlock.waiters().processes] == resources
 
 
 def test_a_process_that_left_is_not_shown_and_others_are(redlock: Redlock) -> None:
     register(redlock, ("celery@web1:7:aa", 1.0), ("celery@web2:7:bb", 2.0))
-    write(redlock, Requests("redlock").unregister("celery@web1:7:aa", "r"))
+    write(redlock, Requests("redlock", 0.0).unregister("celery@web1:7:aa", "r"))
     settle(redlock)
-    (left,) = list_waiting(redlock).processes
+    (left,) = redlock.waiters().processes
     assert (left.waiter, left.rank) == ("celery@web2:7:bb", 0)
 
 
+@MAJORITY
 def test_nodes_that_differ_are_shown_as_most_of_them_say(redlock: Redlock, nodes: Nodes) -> None:
     key = waiting_key("redlock", "r")
     register(redlock, ("celery@web1:7:aa", 20.0), ("celery@web2:7:bb", 30.0))
     nodes[0].client().zadd(key, {"celery@web2:7:bb": 10.0})  # it lacks the last write
     nodes[2].client().zrem(key, "celery@web1:7:aa")
-    first, second = list_waiting(redlock).processes
+    first, second = redlock.waiters().processes
     assert (first.name, first.nodes) == ("celery@web1", tuple(names(nodes)[:2]))
     assert (second.name, moment(second.since), len(second.nodes)) == ("celery@web2", 30.0, 3)
 
@@ -137,8 +135,8 @@ def test_a_killed_process_is_shown_until_a_release_passes_it_over(
         inbox = f"{{redlock}}:handoff:{before.waiter}"
         for node in nodes:  # a node learns of the closed connection a little later
             eventually(lambda node=node: not node.client().pubsub_numsub(inbox)[0][1])
-        assert list_waiting(redlock).processes == (replace(before, listens=False),)
-    eventually(lambda: not list_waiting(redlock).processes, within=FREED)
+        assert redlock.waiters().processes == (replace(before, listens=False),)
+    eventually(lambda: not redlock.waiters().processes, within=FREED)
 
 
 def test_a_registration_is_shown_until_it_expires(redlock: Redlock, nodes: Nodes) -> None:
@@ -146,16 +144,17 @@ def test_a_registration_is_shown_until_it_expires(redlock: Redlock, nodes: Nodes
     for node in nodes:
         assert 0 < node.client().pttl(waiting_key("redlock", "r")) <= 60_000
         node.client().pexpire(waiting_key("redlock", "r"), 1)
-    eventually(lambda: not list_waiting(redlock).processes)
+    eventually(lambda: not redlock.waiters().processes)
 
 
+@REDIS_SERVER
 def test_a_strangers_key_hides_no_other_waiters(redlock: Redlock, nodes: Nodes) -> None:
     register(redlock, ("celery@web1:7:aa", 1.0))
     register(redlock, ("celery@web1:7:aa", 1.0), resource="wrong")
     for node in nodes[:2]:
         node.client().delete(waiting_key("redlock", "wrong"))
         node.client().hset(waiting_key("redlock", "wrong"), "a", "b")
-    sight = list_waiting(redlock)
+    sight = redlock.waiters()
     assert [(one.resource, len(one.nodes)) for one in sight.processes] == [("r", 3), ("wrong", 1)]
     assert dict(sight.wrong_type) == {"wrong": tuple(names(nodes)[:2])}
     assert dict(sight.failing) == {}
@@ -165,6 +164,7 @@ def test_what_a_stranger_wrote_into_the_set_is_shown_as_it_stands(
     redlock: Redlock, nodes: Nodes
 ) -> None:
     strange = {"by hand": float("inf"), b"a:b:\xff": float("-inf"), "a:-1:b": 0.0}
-    nodes[0].client().zadd(waiting_key("redlock", "r"), strange)
-    shown = [(one.name, one.pid) for one in list_waiting(redlock).processes]
+    for member, score in strange.items():
+        nodes[0].client().zadd(waiting_key("redlock", "r"), {member: score})
+    shown = [(one.name, one.pid) for one in redlock.waiters().processes]
     assert shown == [("a:b:\ufffd", None), ("a:-1:b", None), ("by hand", None)]

@@ -29,7 +29,7 @@ from celery_redlock.lock.transport.address import parse_address
 from celery_redlock.lock.transport.subscriber import Subscriber
 from celery_redlock.testing import EmbeddedNode
 from tests.conftest import FREED, NODE_TIMEOUT, Journal, Nodes, eventually, hearing, settle
-from tests.contract.conftest import over
+from tests.contract.conftest import MAJORITY, REDIS_SERVER, over
 
 WAIT = 60.0  # s
 
@@ -62,9 +62,9 @@ def first_in_line(client: Redis) -> Iterator[PubSub]:
         yield heard
 
 
-def see_listening(redlock: Redlock, nodes: int = 3) -> None:
-    """Return when a waiter hears of releases from so many nodes."""
-    eventually(lambda: hearing(redlock) >= nodes)
+def see_listening(redlock: Redlock, nodes: int | None = None) -> None:
+    """Return when a waiter hears of releases from so many nodes, or from all."""
+    eventually(lambda: hearing(redlock) >= (nodes or len(redlock.session.nodes.all)))
 
 
 def see_waiting(redlock: Redlock, count: int = 1, resource: str = "r") -> None:
@@ -99,7 +99,7 @@ class TestWoken:
             see_listening(rival)
             settle(rival)  # each is registered
             for caller in callers:
-                lock = redlock.lock(caller.resource).acquire()
+                lock = redlock.lock(caller.name).acquire()
                 caller.take_step(now())  # what came as the inbox opened
                 lock.release()
                 eventually(lambda caller=caller: caller.take_step(now()))
@@ -126,6 +126,7 @@ class TestWoken:
         lock.release()
         assert waiting.result(FREED)
 
+    @REDIS_SERVER
     def test_of_many_threads_of_a_process_not_all_at_once(
         self, redlock: Redlock, rival: Redlock, nodes: Nodes
     ) -> None:
@@ -151,6 +152,7 @@ class TestWoken:
         # a release rings the first, by three nodes at the most: never all that wait
         assert count <= tries < 3 * count
 
+    @REDIS_SERVER
     def test_none_of_those_behind_the_first_one_tries_as_its_wait_ends(
         self, redlock: Redlock, rival: Redlock, nodes: Nodes
     ) -> None:
@@ -183,6 +185,7 @@ class TestNotWoken:
             pytest.param(["+@all", "-zadd", "allchannels"], id="no ZADD"),
         ],
     )
+    @REDIS_SERVER
     def test_without_the_right_it_gets_the_lock_all_the_same(
         self, nodes: Nodes, pool: ThreadPoolExecutor, rights: list[str]
     ) -> None:
@@ -201,6 +204,7 @@ class TestNotWoken:
             for node in nodes:
                 node.client().execute_command("ACL", "DELUSER", "app")
 
+    @MAJORITY
     def test_a_try_that_failed_tells_nobody(self, rival: Redlock, nodes: Nodes) -> None:
         with over(nodes[1:]) as two, two.lock("r"):
             settle(two)
@@ -357,6 +361,7 @@ def test_an_ear_keeps_nothing_of_the_calls_that_could_start_no_thread(nodes: Nod
         eventually(lambda: ear.confirmed == {"a"})
 
 
+@REDIS_SERVER
 def test_a_channel_that_a_user_may_not_hear_keeps_an_ear_from_no_other(nodes: Nodes) -> None:
     client = nodes[0].client()
     words = ["on", ">secret", "~*", "+@all", "resetchannels", "&a", "&c"]
@@ -384,6 +389,7 @@ def test_an_ear_that_is_told_of_channels_all_the_time_finds_out_that_its_node_is
         eventually(is_dropped_though_it_is_rung)
 
 
+@REDIS_SERVER
 def test_an_ear_hears_more_channels_than_a_connection_takes_at_once(nodes: Nodes) -> None:
     channels = [f"{number}".rjust(250, "c") for number in range(40_000)]
     with listening(nodes[0], *channels) as ear:

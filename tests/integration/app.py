@@ -270,7 +270,7 @@ class TellsAfterwards(LockedTask):
     abstract = True
 
     def after_return(self, *args: Any) -> None:
-        write("after", str(self.name), held=self.lock is not None and self.lock.held)
+        write("after", str(self.name), held=self.lock.held)
 
 
 def nothing() -> None: ...
@@ -501,6 +501,30 @@ def permitted(self: Any, key: str, also: str = "anybody", until: str = "") -> No
         if until:
             wait_for_file(until)
         time.sleep(0.05)
+
+
+@locked(lock_key="rated:{key}", lock_limit=8, lock_rate="10/s", lock_ttl=TTL)
+def rated(self: Any, key: str, fails: int = 0) -> None:
+    """Write that the body begins, and end with a retry so many times."""
+    write("begin", key, id=self.request.id)
+    if self.request.retries < fails:
+        raise self.retry(countdown=0)
+
+
+@locked(
+    lock_key="rated-late:{key}",
+    lock_rate="2/h",
+    lock_ttl=TTL,
+    acks_late=True,
+    reject_on_worker_lost=True,
+)
+def rated_late(self: Any, key: str, dies: bool) -> None:
+    """Write that the body begins, and die once by SIGKILL."""
+    write("begin", key, id=self.request.id)
+    died = LOG.with_name(f"{key}-died")
+    if dies and not died.exists():
+        died.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def held_until(self: Any, first: str, second: str, until: str = "") -> None:
@@ -914,8 +938,10 @@ once_fails = unique(name="tests.once_fails", lock_on_conflict="fail")(once)
 once_to_start = unique(name="tests.once_to_start", lock_unique_until="started")(once)
 once_expires = unique(name="tests.once_expires", expires=100)(once)
 once_by_args = unique(name="tests.once_by_args", lock_key=None, lock_args=["key"])(once)
-latest = unique(name="tests.latest", lock_on_duplicate="replace")(once)
-latest_late = unique(name="tests.latest_late", lock_on_duplicate="replace", acks_late=True)(once)
+DEBOUNCE = 4.0  # s: longer than a burst of sends takes
+debounced = {"lock_unique_for": None, "lock_debounce": DEBOUNCE}
+latest = unique(name="tests.latest", **debounced)(once)
+latest_late = unique(name="tests.latest_late", **debounced, acks_late=True)(once)
 
 
 @unique(name="tests.once_returns", lock_key="step:{key}")

@@ -35,6 +35,11 @@ def take(sku: str, pieces: int) -> str:
     return f"took {pieces} of {sku}"
 
 
+@app.task(base=LockedTask, lock_key="partner:{tenant}", lock_rate="1/h", shared=False)
+def ask(tenant: int) -> None:
+    """Use a start."""
+
+
 def see_begun(pieces: int) -> None:
     with connected() as client:
         assert client.blpop([f"begin of {pieces}"], timeout=LONGEST), f"{pieces} does not begin"

@@ -20,6 +20,7 @@ from kombu.common import Broadcast
 from celery_redlock import (
     Backoff,
     LockedTask,
+    LockLost,
     LockTaken,
     Redlock,
     RedlockError,
@@ -77,6 +78,79 @@ def test_a_body_that_is_called_directly_and_wants_its_lock_is_told_why_there_is_
         assert hint in str(caught.value)
     with locking_off():
         take.apply(("42",)).get()
+
+
+def test_the_lock_of_a_run_stays_after_its_release_for_the_hooks(app: Celery) -> None:
+    seen: list[Any] = []
+
+    class Told(LockedTask):
+        name = "told"
+
+        def run(self, fails: bool) -> None:
+            seen.append(self.lock)
+            if fails:
+                raise ValueError
+
+        def see(self, *args: Any) -> None:
+            seen.append(self.lock)
+            seen.append((self.lock.held, current_lock()))
+
+        on_success = on_failure = after_return = see
+
+    task = app.register_task(Told())
+    for fails in (False, True):
+        seen.clear()
+        task.apply((fails,))
+        lock, *rest = seen
+        assert rest == [lock, (False, None)] * 2
+        assert not lock.held
+        with pytest.raises(LockLost, match="it was released"):
+            lock.ensure()
+    with pytest.raises(RedlockError, match="told has no lock here"):
+        _ = task.lock
+
+
+def test_the_lock_of_a_run_without_a_quorum_is_there_and_not_held(app: Celery) -> None:
+    @app.task(bind=True, base=LockedTask, lock_on_unreachable="run", shared=False)
+    def settle(self: Any) -> tuple[bool, bool, str]:
+        with pytest.raises(LockLost) as caught:
+            self.lock.ensure()
+        return self.lock.held, self.lock is current_lock(), str(caught.value)
+
+    app.conf.update(redlock_nodes=["redis://127.0.0.1:1"], redlock_node_timeout=0.2)
+    held, is_current, text = settle.apply().get()
+    assert (held, is_current) == (False, True)
+    assert "on_unreachable='run'" in text
+
+
+def test_a_run_that_takes_no_lock_is_told_why_there_is_none(app: Celery) -> None:
+    class Plain(LockedTask):
+        name = "plain"
+        abstract = True
+
+        def before_start(self, *args: Any) -> None:
+            assert not hasattr(self, "lock")
+
+        def run(self, order: int) -> bool:
+            assert current_lock() is None
+            return hasattr(self, "lock")
+
+    class WithoutKey(Plain):
+        lock_key = False
+
+    class GivesNone(Plain):
+        name = "none"
+        lock_key = staticmethod(lambda task, args, kwargs: None)
+
+    for task in (WithoutKey(), GivesNone()):
+        assert app.register_task(task).apply((7,)).get() is False
+
+    @app.task(bind=True, base=LockedTask, lock_key=False, shared=False, name="shop.take")
+    def take(self: Any) -> None:
+        self.lock.ensure()
+
+    with pytest.raises(RedlockError, match=r"shop\.take has no lock here: .*lock_key is False"):
+        take.apply(throw=True)
 
 
 def test_whoever_walks_the_attributes_of_a_task_meets_no_error(app: Celery) -> None:
@@ -149,7 +223,6 @@ def test_super_run_locks_once(app: Celery) -> None:
         name = "first"
 
         def run(self) -> str:
-            assert self.lock is not None
             return self.lock.resource
 
     class Second(First):
@@ -537,7 +610,7 @@ class TestDeclarationsThatCannotBeMeant:
             ({"lock_key": "{skuu}"}, "no argument 'skuu'; did you mean 'sku'"),
             ({"lock_unique_for": 60, "lock_key": False}, "name a key"),
             ({"lock_limit": 3, "lock_fencing": True}, "limit=1, or no fencing"),
-            ({"lock_limit": 3, "lock_key": ["a:{sku}", "b:{sku}"]}, "of one resource"),
+            ({"lock_limit": 3, "lock_key": ["a:{sku}", "b:{sku}"]}, "to one resource"),
         ],
     )
     def test_they_raise_when_the_app_finalizes_and_at_each_later_use(

@@ -106,8 +106,9 @@ app = Celery("wrong", broker="redis://localhost", set_as_default=False)
 @app.task(base=LockedTask, lock_key="k:{nn}", name="shop.f", shared=False)
 def f(n): ...
 """
-WORDS = [["status"], ["locks"], ["waiters"], ["show", "r"], ["break", "r"], ["trust", "--all"],
-         ["top", "--count", "1"], ["options", "shop.f"], ["doctor"]]  # fmt: skip
+WORDS = [["status"], ["locks"], ["waiters"], ["claims"], ["show", "r"], ["break", "r"],
+         ["trust", "--all"], ["top", "--count", "1"], ["options", "shop.f"],
+         ["doctor"]]  # fmt: skip
 
 
 @pytest.mark.parametrize("words", WORDS, ids=" ".join)
@@ -149,7 +150,7 @@ def test_rules_are_shown_with_where_each_was_set(stage: Stage) -> None:
     [
         (
             "tests.integration.app.wrok",
-            "is no task here; did you mean 'tests.integration.app.work'",
+            "is not a task of this app; did you mean 'tests.integration.app.work'",
         ),
         ("tests.integration.app.add", "takes no lock"),
     ],
@@ -281,13 +282,61 @@ def test_an_id_is_whole_on_a_narrow_terminal(stage: Stage) -> None:
         assert task_id in command(*words).output
 
 
+def test_the_doctor_asks_running_workers_for_what_all_clients_must_share(
+    stage: Stage, tmp_path: Path
+) -> None:
+    """No log line proves that the old clients are gone: a record has the last one's settings."""
+    stage.worker()
+    worker, urls = f"worker w1@{socket.gethostname()}", [node.url for node in stage.nodes]
+    named = ", ".join(sorted(url.removeprefix("redis://").split("/")[0] for url in urls))
+    other_names = [url.replace("127.0.0.1", "localhost") for url in urls]
+    code = "from celery import Celery\napp = Celery(broker={!r})\napp.conf.redlock_nodes = {!r}\n"
+    code += "app.conf.redlock_node_timeout = 2.0\n"
+    for nodes, level, words in (
+        (urls[:1], "error  ", "nodes=3: this app uses max_ttl=60 restart_guard=off nodes=1: until"),
+        (other_names, "warning", f"{worker}={named}: this app names localhost:"),
+        (urls, "", ""),
+    ):
+        (tmp_path / "new.py").write_text(code.format(stage.app.conf.broker_url, nodes))
+
+        def lines() -> list[str]:
+            return run_celery("new", tmp_path, "doctor").stdout.splitlines()
+
+        if words:
+            (line,) = eventually(lambda: [one for one in lines() if worker in one])
+            assert line.startswith(f"{level}  {worker}=")
+            assert words in line
+        else:
+            assert not [one for one in lines() if worker in one]
+
+
+def test_the_doctor_warns_of_a_node_that_evicts_keys(stage: Stage) -> None:
+    client, name = stage.nodes[0].client(), f"127.0.0.1:{stage.nodes[0].port}"
+    client.config_set("maxmemory-policy", "allkeys-lru")
+    try:
+        (line,) = [one for one in command("doctor").output.splitlines() if "maxmemory" in one]
+    finally:
+        client.config_set("maxmemory-policy", "noeviction")
+    assert line.startswith(f"warning  {name}: maxmemory-policy=allkeys-lru: with a full memory")
+    assert "maxmemory" not in command("doctor").output
+
+
+def test_a_long_line_of_text_is_broken_between_words(stage: Stage) -> None:
+    whole = command("doctor").output.split()
+    lines = Terminal("doctor").lines()
+    assert max(map(len, lines)) <= 80
+    assert len(lines) > len(command("doctor").output.splitlines())
+    assert {word for line in lines for word in line.split()} == {*whole}
+
+
 def test_an_empty_list_says_so(stage: Stage) -> None:
     assert command("locks").output == "No locks are held.\n"
-    nobody = "No processes are registered as waiters.\nWhich tasks wait cannot be known.\n"
+    nobody = "No processes are registered as waiters.\nWhich tasks wait is unknown.\n"
     assert command("waiters").output.startswith(nobody)
     assert "no worker answered" in command("waiters").output
     assert in_json("waiters")["workers"] == []
-    assert command("show", "k:k").output.startswith(f"No lock stands on k:k.\n{nobody}")
+    of_it = "No lock is held on k:k.\nIf this is a task, it is queued, in a worker that died, "
+    assert command("show", "k:k").output.startswith(of_it)
     assert command("top", "--count", "1").output.count("No locks are held.") == 1
 
 
@@ -358,7 +407,7 @@ def test_a_task_is_found_by_its_id_whatever_became_of_it(busy_stage: Any) -> Non
     busy_stage.see_freed("k:k")
     done = in_json("show", running.id)["task"]
     assert (done["state"], done["resources"]) == ("SUCCESS", [])
-    assert "STATE      SUCCESS" in command("show", running.id).output
+    assert re.search("STATE +SUCCESS\n", command("show", running.id).output)
     nobody = in_json("show", str(uuid.uuid4()))
     assert (nobody["task"], nobody["locks"], nobody["waiters"]["waiting"]) == (None, [], [])
 
@@ -444,8 +493,8 @@ def test_breaking_a_lock_is_asked_for_and_learned_by_its_body_alone(stage: Stage
     assert f"[{loser.id}] on w1@" in asked.output
     assert not stage.is_free("k:k")
     with heard(stage) as events:
-        (broken,) = in_json("break", "k:k", "--yes")["broken"]
-        assert broken["holder"]["task_id"] == loser.id
+        (broken,) = in_json("break", "k:k", "--yes")["locks"]
+        assert broken["lock"]["holder"]["task_id"] == loser.id
         assert len(broken["gone_from"]) >= 2
         with pytest.raises(LockLost, match="an operator broke it"):
             loser.get(timeout=120)
@@ -457,7 +506,7 @@ def test_breaking_a_lock_is_asked_for_and_learned_by_its_body_alone(stage: Stage
     assert keeper.get(timeout=120)
     nobody = command("break", "k:k", "--yes")
     assert nobody.exit_code == 1
-    assert "no lock stands on k:k" in nobody.output
+    assert "no lock is held on k:k" in nobody.output
 
 
 def test_breaking_a_permit_leaves_the_others_to_their_holders(stage: Stage, nodes: Nodes) -> None:
@@ -468,9 +517,93 @@ def test_breaking_a_permit_leaves_the_others_to_their_holders(stage: Stage, node
         one.lock("p", limit=2, wait=60),
         other.lock("p", limit=2, wait=60),
     ):
-        (broken,) = in_json("break", "p", "--permit", "1", "--yes")["broken"]
-        assert broken["permit"] == 1
+        (broken,) = in_json("break", "p", "--permit", "1", "--yes")["locks"]
+        assert broken["lock"]["permit"] == 1
         assert [lock["permit"] for lock in in_json("locks")["locks"]] == [0]
+
+
+def test_an_operator_sees_what_is_used_of_a_rate_and_gives_its_starts_back(stage: Stage) -> None:
+    stage.worker(concurrency=2, options=["-E"])
+    rate = {"lock": {"rate": "1/h"}}
+    with heard(stage) as events:
+        stage.tasks.rated.apply_async(("k",), **rate).get(timeout=120)
+        waiting = stage.tasks.rated.apply_async(("k",), **rate)
+        stage.see_deferred(waiting)
+        told = eventually(lambda: [e for e in events if e["type"] == "task-deferred"])[0]
+    assert re.match(r"rate of rated:k: 1/h, next start in 36\d\d s; deferrals: 1", told["result"])
+    info = stage.info(waiting)["result"]
+    assert (info["rate"], told["rate"]) == ("1/h", "1/h")
+    assert 3500 < seconds_until(info["next_start"]) < 3700
+    (used,) = in_json("locks")["rates"]
+    assert (used["resource"], used["rate"], used["used"], used["starts"]) == (
+        "rated:k",
+        "1/h",
+        1,
+        1,
+    )
+    assert used["next_start_in"] == pytest.approx(seconds_until(used["next_start"]), abs=5)
+    assert 3500 < used["next_start_in"] < 3700
+    of_it = r"RESOURCE +RATE +STARTS USED +NEXT START\nrated:k +1/h +1 of 1 +in 1 h \d min\n"
+    for words in (["locks"], ["show", "rated:k"], ["top", "--count", "1"]):
+        assert re.search(of_it, command(*words).output), words
+        assert [one["resource"] for one in in_json(*words)["rates"]] == ["rated:k"]
+    row = see_waiting(stage)
+    assert (row["task_id"], row["resource"], row["rate"]) == (waiting.id, "rated:k", "1/h")
+    assert 3500 < seconds_until(row["next_start"]) < 3700
+    (process,) = in_json("show", "rated:k")["waiters"]["processes"]
+    assert (process["resource"], process["waits_for"]) == ("rated:k", "rate")
+    assert 3500 < seconds_until(process["next_start"]) < 3700
+    shown = command("waiters").output
+    assert re.search(r"rated:k +0 .* waits for a start, free in 1 h \d min\n", shown), shown
+    assert re.search(r"rate of rated:k: 1/h, next start in 1 h \d min\n", shown), shown
+    asked = command("break", "rated:k", says="n\n")
+    assert (asked.exit_code, stage.runs_of("k")) == (1, 1)
+    assert "rated:k (1/h) gets 1 used starts back\nMore bodies may start" in asked.output
+    (freed,) = in_json("break", "rated:k", "--yes")["rates"]
+    assert (freed["rate"]["resource"], set(freed["starts_from"].values())) == ("rated:k", {1})
+    waiting.get(timeout=60)
+
+
+def test_the_claims_of_sends_are_shown_and_ended(stage: Stage) -> None:
+    assert command("claims").output == "There are no claims.\n"
+    first = stage.tasks.once_returns.delay("a")
+    stage.tasks.once_returns.delay("b")
+    eventually(lambda: [one["is_sent"] for one in in_json("claims")["claims"]] == [True, True])
+    claim, _ = in_json("claims")["claims"]
+    assert (claim["resource"], claim["task_id"]) == ("step:a", first.id)
+    of_it = rf"step:a +tests.once_returns +{first.id} +sent +\d+ min \d+ s +\d, 2 needed\n"
+    assert re.search(of_it, command("claims").output)
+    assert [one["resource"] for one in in_json("claims", "*:b")["claims"]] == ["step:b"]
+    asked = command("break", "--claim", "step:a", says="n\n")
+    assert (asked.exit_code, stage.tasks.once_returns.delay("a").is_duplicate) == (1, True)
+    assert f"tests.once_returns[{first.id}] has the claim on step:a\nIts message" in asked.output
+    (ended,) = in_json("break", "--claim", "step:a", "--yes")["claims"]
+    assert (ended["claim"], len(ended["gone_from"]) >= 2) == ({**claim, **ended["claim"]}, True)
+    assert [one["resource"] for one in in_json("claims")["claims"]] == ["step:b"]
+    assert not stage.tasks.once_returns.delay("a").is_duplicate
+    nobody = command("break", "--claim", "step:c", "--yes")
+    assert (nobody.exit_code, "there is no claim on step:c" in nobody.output) == (1, True)
+    both = command("break", "--claim", "--permit", "1", "step:a", "--yes")
+    assert (both.exit_code, "give one of them" in both.output) == (1, True)
+
+
+def seconds_until(moment: str) -> float:
+    return datetime.fromisoformat(moment).timestamp() - time.time()
+
+
+def test_an_operator_sees_how_many_permits_are_taken(stage: Stage, nodes: Nodes) -> None:
+    with (
+        Redlock([node.url for node in nodes], node_timeout=PATIENCE) as redlock,
+        redlock.lock("p", limit=3, wait=60),
+        redlock.lock("plain", wait=60),
+    ):
+        permits, plain = in_json("locks")["locks"]
+        assert (permits["used"], permits["limit"]) == (1, 3)
+        assert (plain["used"], plain["limit"]) == (1, 1)
+        assert re.search(r"p .*, 2 needed  1 of 3\nplain .*, 2 needed\n", command("locks").output)
+        assert "PERMITS" not in command("show", "plain").output
+    stage.see_freed("p", "plain")
+    assert "PERMITS" not in command("locks").output
 
 
 def test_an_order_that_no_quorum_of_nodes_took_ends_with_a_status_of_its_own(
@@ -511,14 +644,16 @@ def test_nodes_are_trusted_by_name_once_that_is_confirmed(
     name = f"127.0.0.1:{mortal_nodes[0].port}"
     asked = command("trust", name, says="n\n")
     assert asked.exit_code == 1
-    assert f"Let {name} grant locks at once? If a task may still run under a lock" in asked.output
+    assert (
+        f"Let {name} grant locks immediately? If a task may still run under a lock" in asked.output
+    )
     assert "two tasks can run together. [y/N]" in asked.output
     assert in_json("status")["voting"] == 0
     assert in_json("trust", name, "--yes")["trusted"] == {name: ""}
     assert in_json("status")["voting"] == 1
     assert command("trust", "--all", says="y\n").exit_code == 0
     assert in_json("status")["voting"] == 3
-    assert "is no node of this app" in command("trust", "127.0.0.1:1").output
+    assert "is not a node of this app" in command("trust", "127.0.0.1:1").output
     assert "--all" in command("trust").output
 
 
@@ -629,7 +764,7 @@ def test_workers_that_wait_are_shown_in_order_and_it_is_said_that_they_do_not_an
     assert command("show", "k:k").output.count(f"{names[2]} cannot be queried: ") == 1
 
 
-WITHOUT_QUORUM = [["locks"], ["waiters"], ["show", "k:k"], ["show", str(uuid.uuid4())]]
+WITHOUT_QUORUM = [["locks"], ["waiters"], ["claims"], ["show", "k:k"], ["show", str(uuid.uuid4())]]
 
 
 def test_without_a_quorum_no_command_says_that_no_lock_is_held(
@@ -646,8 +781,8 @@ def test_without_a_quorum_no_command_says_that_no_lock_is_held(
         told = command(*words)
         assert told.exit_code == 2, words
         assert "1 of 3 nodes answered, 2 needed" in told.output, words
-        assert not re.search("No lock|No processes|No tasks", told.output), words
-        unknown = [line for line in told.output.splitlines() if line.endswith("cannot be known.")]
+        assert not re.search("No lock|No processes|No tasks|No claims", told.output), words
+        unknown = [line for line in told.output.splitlines() if line.endswith("is unknown.")]
         assert unknown, words
         assert len({*unknown}) == len(unknown), words
         assert command(*words, "--json").exit_code == 2, words
@@ -723,6 +858,27 @@ def test_top_fits_a_terminal_shows_a_clock_and_ends_at_q(busy_stage: Any) -> Non
         assert result.get(timeout=120) == 0
 
 
+@pytest.mark.slow
+def test_top_does_without_columns_on_a_narrow_terminal_and_ctrl_c_ends_it(stage: Stage) -> None:
+    for node in stage.nodes:
+        for number in range(2):
+            label = f"{uuid.uuid4()}:vendor.reports.build_{number}:0:0 celery@worker-1.shop.example"
+            key = lock_key("redlock", f"vendor.reports.build_{number}")
+            node.client().set(key, f"token:1:{label}", px=60_000)
+    shown = Terminal("top", "--interval", "1")
+    try:
+        eventually(lambda: shown.read() and "build_1" in "\n".join(shown.screen()))
+        for number in range(2):  # as resource and as task
+            name = f"vendor.reports.build_{number}"
+            assert any(line.split()[:2] == [name, name] for line in shown.screen())
+        shown.process.send_signal(signal.SIGINT)
+        while shown.read():
+            pass
+        assert shown.process.wait(timeout=60) == 0
+    finally:
+        shown.close()
+
+
 def test_a_lock_whose_holder_is_dead_tells_since_when_it_was_not_renewed(stage: Stage) -> None:
     line = [sys.executable, "-c", HOLDS, *(node.url for node in stage.nodes)]
     with subprocess.Popen(line, stdout=subprocess.PIPE) as process:
@@ -760,7 +916,21 @@ def test_without_a_result_backend_a_task_is_shown_from_what_nodes_and_workers_kn
         node.client().set(lock_key("redlock", "stock:1"), f"token:1:{label}", px=60_000)
     code = f"from celery import Celery\napp = Celery(broker={nodes[0].url!r})\n"
     (tmp_path / "bare.py").write_text(code)
-    for name, found in ((task_id, "stock:1"), (str(uuid.uuid4()), "No lock stands on")):
+    for name, found in ((task_id, "stock:1"), (str(uuid.uuid4()), "No lock is held on")):
         told = run_celery("bare", tmp_path, "show", name)
         assert (told.returncode, told.stderr) == (0, "")
         assert found in told.stdout
+    ended = "Without a result backend the state of a task that has ended is not known."
+    assert ended in told.stdout.splitlines()
+
+
+def test_a_task_whose_holder_may_have_died_says_so(stage: Stage, key: str) -> None:
+    """At the 20th of its 30 seconds a living holder has renewed its lock twice."""
+    value = f"token:{int(time.time() * 1000)}+30000:{uuid.uuid4()}:shop.take:0:0 celery@web1"
+    for node in stage.nodes:
+        node.client().set(lock_key("redlock", f"k:{key}"), value, px=9_000)
+    stage.worker("w")
+    waits = stage.tasks.late.delay(key)
+    stage.see_deferred(waits)
+    told = command("show", waits.id).output
+    assert re.search(r"HELD BY .*shop.take.* on celery@web1, not renewed for 2\d\.\d s: ", told)

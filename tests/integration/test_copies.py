@@ -80,7 +80,7 @@ def test_each_copy_runs_once_however_often_it_is_put_back(
     see_idle(stage)
     ran = copies(stage, key)
     assert len(ran) == 2
-    dropped = [line for line in worker.output().splitlines() if "is done" in line]
+    dropped = [line for line in worker.output().splitlines() if "has finished" in line]
     assert not [line for line in dropped if result.id in line]  # there were no more of them
     for line in ran:
         assert BITS.sub("", line.more["routing_key"]) == "news.b"

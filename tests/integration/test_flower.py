@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -197,4 +198,15 @@ def test_a_person_sees_in_flower_what_a_task_waits_for_and_how_it_ends(flower: F
     flower.see_task(second.id, "SUCCESS")
     assert flower.field("Result") == "'took 2 of sku-7'"
     assert flower.field("Exception") == ""
-    flower.picture("flower-success", *TASK)
+
+
+def test_a_person_sees_in_flower_which_rate_is_used_up_and_when_the_next_start_is(
+    flower: Flower,
+) -> None:
+    first = flower_shop.ask.delay(7)
+    flower.see_task(first.id, "SUCCESS")
+    second = flower_shop.ask.delay(7)
+    flower.see_task(second.id, "DEFERRED")
+    reason = flower.field("Result")
+    assert re.match(r"rate of partner:7: 1/h, next start in 36\d\d s; deferrals: ", reason), reason
+    flower.see_found("result:partner:7", second.id)

@@ -7,12 +7,13 @@ import json
 import os
 import re
 import shutil
+import signal
 import socket
 import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,8 +22,9 @@ from typing import Any
 import pytest
 
 from celery_redlock.testing import EmbeddedNode, WorkerProcess
-from tests.conftest import NODE_TIMEOUT, Nodes, eventually
+from tests.conftest import NODE_TIMEOUT, TTL, Nodes, eventually
 from tests.integration.conftest import ROOT, overlaps
+from tests.integration.zookeeper import Server, zookeeper_server
 from tests.pages import on_servers
 
 httpx = pytest.importorskip("httpx", reason="needs httpx")
@@ -227,7 +229,8 @@ def test_django(example: Callable[..., Example]) -> None:
     """Two orders for one sku never overlap, and the database has the states of their tasks."""
     shop = example("django_shop")
     shop.env["DJANGO_SETTINGS_MODULE"] = "proj.settings"
-    shop.replace("orders/warehouse.py", "def pick(order_id):\n    work(str(order_id))\n")
+    code = "def {}(order_id):\n    work(f'{}{{order_id}}')\n"
+    shop.replace("orders/warehouse.py", code.format("pick", "") + code.format("ship", "ship-"))
     shop.append("proj/settings.py", f"\nCELERY_REDLOCK_NODE_TIMEOUT = {NODE_TIMEOUT}\n")
     manage = (sys.executable, "manage.py")
     shop.run(*manage, "migrate")
@@ -262,6 +265,20 @@ def test_django(example: Callable[..., Example]) -> None:
     assert shop.lines("begin", second) > shop.lines("end", first)
     assert rows(data, "SELECT pieces FROM orders_stock ORDER BY sku") == [0, 4]
     assert rows(data, "SELECT state FROM orders_order") == ["taken"] * 3
+
+    def ship(order: str) -> int:
+        return web.post(f"/orders/{order}/ship/").status_code
+
+    assert [ship(first), ship(first), ship(second)] == [202, 409, 202]
+    for one in (first, second):
+        shop.see_begin(f"ship-{one}")
+        assert ship(one) == 409
+        shop.let_go(f"ship-{one}")
+    eventually(lambda: states() == ["SUCCESS"] * 5)
+    assert eventually(lambda: ship(first) == 202)  # it has run; the body reads the state
+    eventually(lambda: states() == ["SUCCESS"] * 6)
+    assert len(shop.lines("begin", f"ship-{first}")) == 1
+    assert sorted(rows(data, "SELECT state FROM orders_order")) == ["shipped"] * 2 + ["taken"]
 
 
 @needs("flask")
@@ -411,3 +428,160 @@ def test_an_app_with_a_task_class_of_its_own(example: Callable[..., Example]) ->
         shop.see_no_overlap(key, 2)
         assert shop.lines("commit", "transaction")[before] < shop.lines("begin", key)[1]
     assert len(shop.lines("open", "transaction")) == len(shop.lines("commit", "transaction")) == 5
+
+
+# Says which process works, and what its session hears.
+SLOW_BOOKINGS = """
+import os
+
+def add_up(account):
+    from accounts import session
+    session().add_listener(lambda state: write(state, str(os.getpid())))
+    write("pid", f"{account} {os.getpid()}")
+    work(account)
+    return os.getpid()
+"""
+
+
+@pytest.fixture
+def zookeeper_process(tmp_path: Path) -> Iterator[Server]:
+    folder = tmp_path / "zookeeper"
+    folder.mkdir()
+    with zookeeper_server(folder) as server:
+        yield server
+
+
+@pytest.fixture
+def zookeeper(zookeeper_process: Server) -> Iterator[Any]:
+    """Give a client of a ZooKeeper server."""
+    client = pytest.importorskip("kazoo.client", reason="needs kazoo").KazooClient
+    zk = client(zookeeper_process.address, timeout=TTL)
+    zk.start(timeout=60)
+    yield zk
+    zk.stop()
+    zk.close()
+
+
+@dataclass
+class Accounts:
+    """The shop whose lock is ZooKeeper's. zookeeper: a client of that server."""
+
+    shop: Example
+    zookeeper: Any
+
+    def close_month(self, account: str) -> str:
+        command = ("-A", "accounts", "call", "shop.close_month", "--args", json.dumps([account]))
+        return self.shop.run(*CELERY, *command).strip()
+
+    def tokens(self, account: str, count: int) -> list[int]:
+        """Return the tokens of holder and waiters in the order of their turns, once so many."""
+        path = f"/locks/account-{account}"
+
+        def found() -> list[str]:
+            names = self.zookeeper.get_children(path) if self.zookeeper.exists(path) else []
+            return sorted(names, key=lambda name: name[-10:]) if len(names) == count else []
+
+        return [self.zookeeper.exists(f"{path}/{name}").czxid for name in eventually(found)]
+
+    def written(self, account: str) -> tuple[int, int]:
+        """Return the total of a statement, and the token that it was written with."""
+        with closing(sqlite3.connect(self.shop.folder / "shop.db")) as db:
+            query = "SELECT total, fence FROM statement WHERE account = ?"
+            total, fence = db.execute(query, [account]).fetchone()
+        return total, fence
+
+    def pids(self, account: str) -> list[int]:
+        """Return the processes that began to work on an account, in order."""
+        lines = (self.shop.folder / "lines").read_text().split("\n")[:-1]
+        said = [key.split() for what, key, _ in map(json.loads, lines) if what == "pid"]
+        return [int(pid) for of, pid in said if of == account]
+
+
+@pytest.fixture
+def accounts(
+    example: Callable[..., Example], zookeeper: Any, zookeeper_process: Server
+) -> Accounts:
+    shop = example("zookeeper_lock")
+    shop.replace("bookings.py", SLOW_BOOKINGS)
+    ensemble = f"\nENSEMBLE = {zookeeper_process.address!r}\nSESSION_TIMEOUT = {TTL}\n"
+    shop.append("accounts.py", ensemble)
+    shop.worker("accounts")
+    return Accounts(shop, zookeeper)
+
+
+def test_a_lock_of_zookeeper_is_held_by_one_run_whose_token_is_greater_than_the_last(
+    accounts: Accounts,
+) -> None:
+    shop = accounts.shop
+    tasks = [accounts.close_month("7")]
+    shop.see_begin("7")
+    tasks.append(accounts.close_month("7"))
+    first, second = accounts.tokens("7", 2)
+    assert second > first
+    other = accounts.close_month("8")
+    shop.let_go("8")
+    shop.see_result(other)
+    assert len(shop.lines("begin", "7")) == 1
+    shop.let_go("7")
+    assert [shop.see_result(task) for task in tasks] == accounts.pids("7")
+    shop.see_no_overlap("7", 2)
+    assert accounts.written("7") == (accounts.pids("7")[1], second)
+
+
+def test_the_late_write_of_a_stopped_holder_is_refused_by_the_token_of_zookeeper(
+    accounts: Accounts,
+) -> None:
+    shop = accounts.shop
+    late = accounts.close_month("7")
+    shop.see_begin("7")
+    (stopped,) = accounts.pids("7")
+    (old,) = accounts.tokens("7", 1)
+    os.kill(stopped, signal.SIGSTOP)
+    in_time = accounts.close_month("7")
+    shop.see_begin("7", 2)
+    (new,) = accounts.tokens("7", 1)
+    assert new > old
+    shop.let_go("7")
+    taker = shop.see_result(in_time)
+    assert accounts.written("7") == (taker, new)
+    os.kill(stopped, signal.SIGCONT)
+    eventually(lambda: shop.state(late) == "FAILURE")
+    assert shop.metas()[late]["result"]["exc_message"] == [f"token {old} is too old"]
+    assert accounts.written("7") == (taker, new)
+    eventually(lambda: shop.lines("LOST", str(stopped)))
+    assert shop.lines("LOST", str(taker)) == []
+
+
+def test_a_release_reaches_a_zookeeper_that_did_not_answer(
+    accounts: Accounts, zookeeper_process: Server
+) -> None:
+    """A release that fails would leave the lock to the session, which the next run keeps alive."""
+    shop = accounts.shop
+    task = accounts.close_month("7")
+    shop.see_begin("7")
+    (holder,) = accounts.pids("7")
+    zookeeper_process.process.signal(signal.SIGSTOP)
+    shop.let_go("7")
+    eventually(lambda: shop.lines("SUSPENDED", str(holder)))
+    zookeeper_process.process.signal(signal.SIGCONT)
+    assert shop.see_result(task) == holder
+    assert accounts.zookeeper.retry(accounts.zookeeper.get_children, "/locks/account-7") == []
+
+
+def test_all_locks_of_a_session_of_zookeeper_end_with_it_and_say_that_they_are_held(
+    zookeeper: Any, zookeeper_process: Server
+) -> None:
+    locks = [zookeeper.Lock(f"/locks/{name}") for name in "ab"]
+    for lock in locks:
+        assert lock.acquire(timeout=60)
+    nodes = [f"{lock.path}/{lock.node}" for lock in locks]
+    assert all(map(zookeeper.exists, nodes))
+    states: list[str] = []
+    zookeeper.add_listener(states.append)
+    ender = type(zookeeper)(zookeeper_process.address, client_id=zookeeper.client_id)
+    ender.start(timeout=60)
+    ender.stop()
+    ender.close()
+    eventually(lambda: states[-1:] == ["CONNECTED"] and "LOST" in states)
+    assert not any(map(zookeeper.retry, [zookeeper.exists] * 2, nodes))
+    assert [lock.is_acquired for lock in locks] == [True, True]

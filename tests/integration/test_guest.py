@@ -275,7 +275,7 @@ def test_a_worker_with_locked_tasks_gets_what_the_page_says(
     ):
         plain, told = guest.look(), locking.look("guest.look_under_lock")
         commands = set(told[0]["commands"]) - set(plain[0]["commands"])
-    assert commands == {"redlock_held", "redlock_waiting"}
+    assert commands == {"redlock_held", "redlock_waiting", "redlock_settings"}
     assert [name for name in told[0]["steps"] if "redlock" in name]
     for row, (of_pool, which) in ROWS.items():
         if of_pool != pool:

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.slow
 GUIDES = (
     "debounce", "deduplicate-calls", "idempotent-writes", "limit-concurrency",
     "lock-outside-tasks", "lock-several-resources", "long-running-tasks",
-    "per-queue-and-per-call-options", "several-limits", "skip-overlapping-runs",
+    "per-queue-and-per-call-options", "rate-limit", "several-limits", "skip-overlapping-runs",
 )  # fmt: skip
 QUEUES = ("celery", "imports", "tenant-7")
 START = ROOT / "docs" / "getting-started" / "first-locked-task.md"
@@ -247,6 +247,7 @@ def test_no_more_run_at_once_than_the_limit(guides: Guides) -> None:
     assert len(logged.splitlines()) == 2
     deferral = re.compile(r"ask_partner\[(.+?)\] deferred: ")
     eventually(lambda: len(set(deferral.findall(guides.worker.output()))) == 2)
+    eventually(lambda: len(runs_of("ask_partner")) >= 3)  # the third body may be about to begin
     assert len(runs_of("ask_partner")) == guide.module.ask_partner.lock_limit == 3
     held.unlink()
     eventually(lambda: len(runs_of("ask_partner")) == 10)
@@ -254,7 +255,7 @@ def test_no_more_run_at_once_than_the_limit(guides: Guides) -> None:
 
 def test_a_doctor_and_a_clinic_have_limits_of_their_own(guides: Guides) -> None:
     guide, held = guides["several-limits"], guides.hold("see_patient")
-    send, _ = guide.snippets
+    (send,) = guide.snippets
     imports, *calls = [line for line in send.splitlines() if line]
     of_doctor, of_clinic = guide.shown()[0].splitlines()
     for call, begun, logged in zip(
@@ -281,6 +282,36 @@ def test_a_tenant_has_as_many_places_as_the_table_says(guides: Guides) -> None:
     assert results_of(sent)[0] == "0 of big-tenant"
 
 
+def test_a_tenant_starts_a_hundred_runs_an_hour_and_the_next_ones_wait(guides: Guides) -> None:
+    guide = guides["rate-limit"]
+    task, (send,) = guide.module.call_partner, guide.snippets
+    assert "range(200)" in send
+    guide.run(send.replace("range(200)", "range(102)"))
+    name = re.escape(task.name)
+    done = re.compile(rf"Task {name}\[(.+?)\] succeeded")
+    rated = re.compile(rf"Task {name}\[(.+?)\] deferred: rate of partner:ann: 100/h, next start")
+    eventually(lambda: len(set(rated.findall(guides.worker.output()))) == 2)
+    eventually(lambda: len(set(done.findall(guides.worker.output()))) == 100)
+    waiting = [task.AsyncResult(one) for one in set(rated.findall(guides.worker.output()))]
+    assert task.delay("bob", 7).get(timeout=120) == "order 7 of bob is known"
+    with pytest.raises(TaskRevokedError):
+        task.apply_async(("ann", 7), lock={"on_conflict": "skip"}).get(timeout=120)
+    with pytest.raises(LockTaken) as caught:
+        task.apply_async(("ann", 7), lock={"on_conflict": "fail"}).get(timeout=120)
+    assert (caught.value.resource, caught.value.rate) == ("partner:ann", "100/h")
+    assert [result.state for result in waiting] == ["DEFERRED"] * 2
+    for result in waiting:
+        result.revoke()
+
+
+def test_tenants_share_the_starts_of_the_partner(guides: Guides) -> None:
+    task = guides["rate-limit"].module.ask_partner
+    sent = [task.delay(f"tenant-{n}", "who?") for n in range(12)]  # more than start in a second
+    assert results_of(sent) == [f"tenant-{n} asks: who?" for n in range(12)]
+    rated = re.compile(rf"Task {re.escape(task.name)}\[.+\] deferred: rate of partner: 10/s")
+    eventually(lambda: rated.search(guides.worker.output()))
+
+
 def test_one_file_of_a_customer_goes_in_at_a_time(guides: Guides) -> None:
     guide = guides["limit-concurrency"]
     _, send = guide.snippets
@@ -302,8 +333,9 @@ def test_one_file_of_a_customer_goes_in_at_a_time(guides: Guides) -> None:
 def test_a_burst_is_one_run_with_the_last_arguments(guides: Guides) -> None:
     guide = guides["debounce"]
     (send,) = guide.snippets
-    assert "countdown=30" in send
-    guide.run(send.replace("countdown=30", "countdown=10"))
+    sooner = '.apply_async((7, reason), lock={"debounce": 10})'
+    assert ".delay(7, reason)" in send
+    guide.run(send.replace(".delay(7, reason)", sooner))
     guides.see_logged(guide.shown()[0])
     with guide.module.rebuild_index.lock_for(7, "none", wait=60):  # no other run is about to begin
         runs = re.findall(r"rebuild_index\[.+\] succeeded", guides.worker.output())
@@ -311,7 +343,7 @@ def test_a_burst_is_one_run_with_the_last_arguments(guides: Guides) -> None:
 
 
 def test_ten_sends_during_a_run_are_one_more_run(guides: Guides) -> None:
-    module, held = guides["debounce"].module, guides.hold("write_feed")
+    module, held = guides["deduplicate-calls"].module, guides.hold("write_feed")
     running = module.write_feed.delay(7)
     eventually(lambda: runs_of("write_feed"))
     (queued,) = {module.write_feed.delay(7).id for _ in range(10)}

@@ -97,6 +97,21 @@ def test_the_metrics_of_a_run_are_its_own_counts(
     assert {found["redlock_node_votes", f"127.0.0.1:{node.port}"] for node in nodes} == {1.0}
 
 
+def test_what_a_rate_refuses_is_counted(make_stage: MakeStage, nodes: Nodes) -> None:
+    stage = make_stage(nodes, redlock_metrics=ANY_PORT)
+    worker, task, rate = stage.worker(**WORKER), stage.tasks.rated, {"rate": "1/h"}
+    task.apply_async(("k",), lock=rate).get(timeout=120)
+    assert scrape(worker)["redlock_rate_refused_total", task.name] == 0.0
+    skipped = task.apply_async(("k",), lock={**rate, "on_conflict": "skip"})
+    eventually(lambda: stage.info(skipped)["status"] == "REVOKED")
+    stage.see_deferred(task.apply_async(("k",), lock=rate))
+    found = eventually(
+        lambda: (got := scrape(worker))["redlock_rate_refused_total", task.name] == 2.0 and got
+    )
+    of = ("redlock_skipped_total", "redlock_deferred_total", "redlock_acquired_total")
+    assert [found[name, task.name] for name in of] == [1.0, 1.0, 1.0]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("pool", ["prefork", "threads"])
 def test_renewals_and_losses_are_counted(make_stage: MakeStage, nodes: Nodes, pool: str) -> None:

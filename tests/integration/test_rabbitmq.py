@@ -252,7 +252,7 @@ def test_what_is_redelivered_after_a_lost_connection_waits_and_is_dropped(
         # else the workers of earlier tests would share the queue, and one of them might drop it
         here = see_listening(stage.app, near.name)
         stage.app.control.add_consumer(queue, destination=here, reply=True, timeout=60, limit=1)
-        eventually(lambda: f"[{result.id}] runs already" in near.output())
+        eventually(lambda: f"[{result.id}] is already running" in near.output())
         assert stage.info(result)["status"] == "PENDING"  # the twin writes no state
         stage.log.with_name(key).touch()
         assert result.get(timeout=120) == "lasted"
@@ -276,7 +276,7 @@ def test_a_twin_whose_time_is_over_is_there_when_the_first_delivery_dies(
         chasm.weather = Weather(refuses=True)
         chasm.cut()
         near = stage.worker("near", concurrency=1, queues=[queue])  # which takes one at a time
-        waits = f"[{result.id}] runs already"
+        waits = f"[{result.id}] is already running"
         eventually(lambda: waits in near.output())
         eventually(lambda: dt.datetime.now(dt.timezone.utc) > expires)
         before = near.output().count(waits)
@@ -321,9 +321,7 @@ def test_a_message_that_outlives_its_worker_keeps_its_window_until_it_has_run(st
 
 
 def test_the_latest_of_some_sends_takes_the_others_place(stage: Stage) -> None:
-    task = stage.tasks.latest
-    with task.lock_for("latest", wait=60):
-        sent = [task.delay("latest", value=value) for value in "abc"]
+    sent = [stage.tasks.latest.delay("latest", value=value) for value in "abc"]
     assert sent[-1].get(timeout=120) == "c"
     for dropped in sent[:-1]:
         with pytest.raises(TaskRevokedError):

@@ -14,16 +14,19 @@ import celery
 import pytest
 from celery.exceptions import TaskRevokedError
 
+from celery_redlock.label import RunId
 from celery_redlock.tasks.delivery.delivery import HEADER, Deferral, LockHeader, utc_now
 from celery_redlock.tasks.delivery.route import QUEUE as KEPT_QUEUE
+from celery_redlock.tasks.per_app import redlock_of
+from celery_redlock.tasks.unique.claim import ClaimToken
 from celery_redlock.testing import WorkerProcess
 from tests.conftest import PATIENCE, eventually
 from tests.integration.conftest import ROOT, Line, Stage
 from tests.integration.deliveries import QUEUE, deliver, heard, run_here, see_drained
 from tests.integration.test_loss import take_away
 
-DROPPED = "another delivery of its message is done"
-WAITS = "runs already, by another delivery"
+DROPPED = "another delivery of its message has finished"
+WAITS = "is already running, by another delivery"
 REVOKE_LEAVES_STATES = pytest.mark.skipif(
     (5, 6) <= celery.VERSION[:2] < (5, 7), reason="there revoke itself writes REVOKED at once"
 )
@@ -235,7 +238,7 @@ def test_a_second_delivery_that_a_soft_limit_cuts_as_it_waits_in_its_slot_tells_
     with stage.tasks.late.lock_for(key, wait=60):
         result, message = hold_back(stage, "late", key, lock={"wait": 60})
         deliver(stage, limited(message, 6))  # s: it waits by then
-        eventually(lambda: says(worker, "whether it runs already", result) > 1)
+        eventually(lambda: says(worker, "whether another delivery", result) > 1)
         assert stage.info(result)["status"] == "PENDING"
     assert result.get(timeout=120) == 0
     assert len(begun(stage, key)) == 1
@@ -325,7 +328,7 @@ def test_a_second_delivery_stores_nothing_over_an_end_whose_hooks_still_run(
         take_away(stage, key)
         if word == "revoke":
             revoke(worker, result)
-        end, said = stored(stage, result), DROPPED if over else "has ended already"
+        end, said = stored(stage, result), DROPPED if over else "has already ended"
         deliver(stage, expired(message) if word == "expire" else message)
         eventually(lambda: says(worker, said, result) or stored(stage, result) != end)
         assert stored(stage, result) == end
@@ -395,17 +398,29 @@ def ran(stage: Stage, key: str) -> list[str]:
 def test_a_second_delivery_of_a_run_that_a_later_send_replaces_ends_nothing(
     stage: Stage, worker: WorkerProcess, key: str
 ) -> None:
-    first, message = send(stage, "latest_late", key, "wait", "first")
+    first, message = send(stage, "latest_late", key, "wait", "first", lock={"debounce": 0.5})
     eventually(lambda: ran(stage, key))
-    second = stage.tasks.latest_late.delay(key, "", "second")
+    # as by a sender that replaced it just before it was due
+    replaces = str(RunId(first.id, "tests.latest_late"))
+    late = ClaimToken("n", "0" * 32, "expired", replaces=replaces)
+    late.mark_superseded(redlock_of(stage.app).session, "tests.latest_late")
     eventually(lambda: marks(stage, first) == len(stage.nodes))
     deliver(stage, message)
     eventually(lambda: says(worker, WAITS, first) or stage.info(first)["status"] != "STARTED")
     assert stage.info(first)["status"] == "STARTED"
     stage.log.with_name(key).touch()
-    assert [first.get(timeout=120), second.get(timeout=120)] == ["first", "second"]
+    assert first.get(timeout=120) == "first"
     see_drained(stage)
-    assert ran(stage, key) == ["first", "second"]
+    assert ran(stage, key) == ["first"]
+
+
+def hold_back_until_due(stage: Stage, key: str) -> tuple[Any, str]:
+    """Debounce a message for longer than the next send takes; returns it as one that is due."""
+    lock = {"debounce": 60}
+    first, message = hold_back(stage, "latest_late", key, "", "first", lock=lock)
+    payload = json.loads(message)
+    payload["headers"][HEADER]["deferral"]["countdown"] = 0.0
+    return first, json.dumps(payload)
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["first", "second"])
@@ -413,7 +428,7 @@ def test_a_delivery_of_a_copy_does_not_run_if_a_later_send_replaces_it(
     stage: Stage, key: str, again: bool
 ) -> None:
     task = stage.tasks.latest_late
-    first, message = hold_back(stage, "latest_late", key, "", "first")
+    first, message = hold_back_until_due(stage, key)
     task.delay(key, "", "second").get(timeout=120)
     stage.see_freed(f"u:{key}")  # late: its state is stored before
     eventually(lambda: marks(stage, first) == len(stage.nodes))
@@ -433,7 +448,7 @@ def test_a_second_delivery_that_a_later_send_replaces_does_not_run(
 ) -> None:
     """Its lock shows that the first delivery died, perhaps after it had stored its end."""
     task = stage.tasks.latest_late
-    first, message = hold_back(stage, "latest_late", key, "", "first")
+    first, message = hold_back_until_due(stage, key)
     task.delay(key, "", "second").get(timeout=120)
     if stored:
         task.backend.store_result(first.id, "first", stored)
@@ -456,13 +471,13 @@ latest_late.delay(sys.argv[1], "", "second")
 def test_what_a_sender_replaces_that_dies_once_its_message_is_out_does_not_run(
     stage: Stage, key: str
 ) -> None:
-    first, message = hold_back(stage, "latest_late", key, "", "first")
+    first, message = hold_back_until_due(stage, key)
     command = [sys.executable, "-c", REPLACES_AND_DIES, key]
     died = subprocess.run(command, env={**os.environ, **stage.env}, cwd=ROOT, check=False)
     assert died.returncode == 9
     eventually(lambda: ran(stage, key))
     deliver(stage, message, flagged=False)
-    with pytest.raises(TaskRevokedError, match="took its place"):
+    with pytest.raises(TaskRevokedError, match="a later call replaced it"):
         first.get(timeout=120)
     see_drained(stage)
     assert ran(stage, key) == ["second"]

@@ -54,7 +54,7 @@ def test_a_send_by_name_says_that_it_is_not_deduplicated(
     stage: Stage, key: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     sent = stage.app.send_task(stage.tasks.work.name, (key,), lock={"unique_for": 60})
-    assert "a send by name knows no key; use send_unique" in caplog.text
+    assert "a call by name has no key; use send_unique" in caplog.text
     assert sent.get(timeout=60) == 0
 
 

@@ -61,5 +61,5 @@ def test_a_call_may_name_several_and_then_no_permits(stage: Stage, key: str) -> 
         result = stage.tasks.work.apply_async((key,), lock=several)
         eventually(lambda: stage.deferrals(result) >= 1)
     assert result.get(timeout=120) == 0
-    with pytest.raises(SettingsError, match="of one resource"):
+    with pytest.raises(SettingsError, match="to one resource"):
         stage.tasks.work.apply_async((key,), lock={**several, "limit": 2})

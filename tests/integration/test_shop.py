@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.postgres import PostgresNode
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 DEADLINE = 240.0
 
@@ -92,6 +94,28 @@ def test_the_late_write_wins_without_a_fence_and_is_refused_with_one(
     assert "  the price is 25\n" in with_one
     assert output.endswith("PASSED: without the fence the late write won; with it the database "
                            "refused it\n")  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_lock_in_postgresql_that_is_confirmed_stays_until_the_commit(
+    start: Start, postgres_template: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with PostgresNode(postgres_template, fsync=False) as node:
+        monkeypatch.setenv("REDLOCK_SHOP_POSTGRESQL", node.url)
+        show = start("example_worker.late_write")
+        output, _ = show.communicate(timeout=DEADLINE)
+        assert show.returncode == 0, output
+        assert node.query("SELECT to_regnamespace('redlock')") == [(None,)]
+    *_, part = re.split(r"^with a confirmed lock: ", output, flags=re.MULTILINE)
+    told = re.findall(
+        r"^  (first |second) clerk (gets|does not get|has confirmed|writes .*)", part, re.M
+    )
+    assert told == [
+        ("first ", "has confirmed"), ("second", "does not get"), ("first ", "writes 20: 1 row"),
+        ("second", "gets"), ("second", "writes 25: 1 row"),
+    ]  # fmt: skip
+    assert "  the price is 25\n" in part
+    assert output.endswith("stayed until the commit, so no write was late\n")
 
 
 @pytest.mark.slow

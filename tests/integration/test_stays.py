@@ -7,6 +7,7 @@ the worker's main process.
 from __future__ import annotations
 
 import json
+import os
 import signal
 from contextlib import ExitStack
 from pathlib import Path
@@ -100,6 +101,61 @@ def test_a_worker_that_stops_publishes_it_with_its_count(stage: Stage) -> None:
 def deferrals(messages: list[dict[str, Any]], result: Any) -> int:
     (of_it,) = [one for one in messages if one["headers"]["id"] == result.id]
     return int(of_it["headers"]["redlock"]["deferral"]["count"])
+
+
+def is_listed(stage: Stage, result: Any, what: str) -> bool:
+    """Return whether the one worker lists a message as "reserved": for its pool, or "active"."""
+    replies = getattr(stage.app.control.inspect(timeout=1), what)() or {}
+    return result.id in [one["id"] for listed in replies.values() for one in listed]
+
+
+def test_one_that_waits_for_a_slot_as_its_worker_stops_is_published_with_its_count(
+    stage: Stage,
+) -> None:
+    worker = stage.worker(concurrency=1)
+    with stage.tasks.late.lock_for("k", wait=60):
+        result = stage.tasks.late.apply_async(("k",), lock=BUDGET)
+        stage.see_deferred(result, 3)
+        begin_until(stage, "other")  # has the slot
+        eventually(lambda: is_listed(stage, result, "reserved"))
+        worker.signal(signal.SIGTERM)
+        eventually(lambda: not stage.app.control.ping(timeout=1))
+        go(stage)
+        worker.wait(60)
+        (message,) = in_queue(stage)
+        assert deferrals([message], result) >= 3
+        see_unacknowledged(stage, 0)
+
+
+@pytest.mark.slow  # billiard's child waits for half a minute for its result to be read
+def test_one_that_its_pool_has_not_accepted_as_its_worker_stops_keeps_its_count_and_runs_once(
+    stage: Stage,
+) -> None:
+    worker = stage.worker(concurrency=1)
+    stage.tasks.work.delay("other").get(timeout=60)
+    (child,) = {line.pid for line in stage.lines("begin")}
+
+    def is_stopped_between_its_tries() -> bool:
+        os.kill(child, signal.SIGSTOP)
+        if is_listed(stage, result, "active"):
+            os.kill(child, signal.SIGCONT)
+            return False
+        return True
+
+    with stage.tasks.late.lock_for("k", wait=60):
+        result = stage.tasks.late.apply_async(("k",), lock=BUDGET)
+        stage.see_deferred(result, 3)
+        eventually(is_stopped_between_its_tries)
+        eventually(lambda: is_listed(stage, result, "reserved"))
+        worker.signal(signal.SIGTERM)
+        eventually(lambda: in_queue(stage))
+        assert deferrals(in_queue(stage), result) >= 3
+    os.kill(child, signal.SIGCONT)
+    worker.wait(60)
+    stage.worker("w2")
+    see_success(stage, result)
+    see_drained(stage)
+    assert stage.runs_of("k") == 1
 
 
 @pytest.mark.parametrize("pool", slow_but(["prefork"], ["prefork", "threads", "gevent"]))

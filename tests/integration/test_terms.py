@@ -30,8 +30,8 @@ def client(nodes: Nodes) -> Iterator[Callable[..., Redlock]]:
 
 
 def test_clients_that_agree_have_nothing_to_say(client: Callable[..., Redlock]) -> None:
-    assert exchange_shared_settings(client()) == {}
-    assert exchange_shared_settings(client()) == {}
+    assert exchange_shared_settings(client().session) == {}
+    assert exchange_shared_settings(client().session) == {}
 
 
 @pytest.mark.parametrize(
@@ -43,14 +43,14 @@ def test_each_node_shows_the_settings_of_others(
     client: Callable[..., Redlock], nodes: Nodes, other: dict[str, float | str]
 ) -> None:
     first, second = client(), client(**other)
-    exchange_shared_settings(first)
+    exchange_shared_settings(first.session)
     names = [node.url[len("redis://") : -len("/0")] for node in nodes[: int(other.get("count", 3))]]
-    said = exchange_shared_settings(second)
+    said = exchange_shared_settings(second.session)
     assert {found: sorted(by) for found, by in said.items()} == {
-        shared_settings_of(first): sorted(names)
+        shared_settings_of(first.session): sorted(names)
     }
-    assert exchange_shared_settings(second) == {}, "what was noted last stays"
-    assert shared_settings_of(second) in exchange_shared_settings(first)
+    assert exchange_shared_settings(second.session) == {}, "what was noted last stays"
+    assert shared_settings_of(second.session) in exchange_shared_settings(first.session)
 
 
 @pytest.mark.slow
@@ -79,11 +79,11 @@ def test_the_doctor_fails_where_others_go_by_another_longest_ttl_and_changes_not
     assert told.exit_code == 0
     assert "max_ttl" not in told.output
     others = client(max_ttl=120)
-    exchange_shared_settings(others)
+    exchange_shared_settings(others.session)
     for _ in range(2):
         told = doctor()
         assert told.exit_code == 1
         (line,) = [line for line in told.output.splitlines() if "max_ttl=120 " in line]
         assert line.startswith("error ")
         assert "max_ttl=60 " in line
-    assert exchange_shared_settings(others) == {}
+    assert exchange_shared_settings(others.session) == {}

@@ -20,8 +20,8 @@ from tests.integration.deliveries import QUEUE, deliver, heard, messages_of, see
 
 VISIBILITY = 2  # s
 BODY = 8  # s
-WAITS, MAY_RUN = "runs already, by another delivery", "waits: whether it runs already, by another"
-DROPPED = "another delivery of its message is done"
+WAITS, MAY_RUN = "is already running, by another delivery", "waits: whether another delivery"
+DROPPED = "another delivery of its message has finished"
 HARMLESS = {"task-sent", "task-received", "task-started", "task-succeeded"}
 
 

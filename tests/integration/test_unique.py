@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import datetime as dt
+import json
 import os
 import subprocess
 import sys
+import time
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from kombu.exceptions import OperationalError
 
 from celery_redlock import DuplicateTask, LockedTask, QuorumUnreachable, SettingsError, send_unique
 from celery_redlock.lock.engine.session import Session
+from celery_redlock.tasks.delivery.delivery import CLOCKS_DIFFER
 from celery_redlock.tasks.per_app import redlock_of
 from celery_redlock.tasks.unique.claim import ClaimToken
 from tests.conftest import FREED, PATIENCE, Nodes, eventually, is_free
@@ -287,35 +290,61 @@ class TestAWindowEnds:
         second.get(timeout=120)
 
 
-class TestReplace:
+class TestDebounce:
     @pytest.mark.parametrize("name", ["latest", "latest_late"])
-    def test_the_latest_arguments_win(self, stage: Stage, key: str, name: str) -> None:
-        task = getattr(stage.tasks, name)
-        with task.lock_for(key, wait=60):
-            first = task.delay(key, value="first")
-            stage.see_deferred(first)
-            others = [task.delay(key, value=str(n)) for n in range(4)]
-        assert others[-1].get(timeout=60) == "3"
-        for dropped in (first, *others[:-1]):
+    def test_a_burst_is_one_run_with_the_latest_arguments_once_it_is_due(
+        self, stage: Stage, key: str, name: str
+    ) -> None:
+        task, began = getattr(stage.tasks, name), time.monotonic()
+        *dropped, last = [task.delay(key, value=value) for value in "abcd"]
+        assert last.get(timeout=60) == "d"
+        assert stage.wait_for("once")[-1].at >= began + stage.tasks.DEBOUNCE
+        for one in dropped:
             with pytest.raises(TaskRevokedError):
-                dropped.get(timeout=60)
-        see_window_end(stage, key)
-        assert ran(stage, key) == ["3"]
+                one.get(timeout=60)
+        assert ran(stage, key) == ["d"]
+        assert not windows(stage, key)
 
-    def test_one_that_runs_is_left_alone_and_the_new_one_sent(self, stage: Stage, key: str) -> None:
-        task = stage.tasks.latest
-        first = task.delay(key, "wait", "first")
-        eventually(lambda: ran(stage, key))
-        second = task.delay(key, "", "second")
-        stage.see_deferred(second)
-        stage.log.with_name(key).touch()
-        assert first.get(timeout=60) == "first"
-        assert second.get(timeout=60) == "second"
-        see_window_end(stage, key)
+    def test_a_steady_stream_of_sends_postpones_no_run_beyond_its_longest_time(
+        self, stage: Stage, key: str
+    ) -> None:
+        task, bounded = stage.tasks.latest, {"debounce": 3, "debounce_max": 4}
+        sent = []
+        while len(ran(stage, key)) < 2:  # the first one's end does not end the stream
+            sent.append(task.apply_async((key,), {"value": str(len(sent))}, lock=bounded))
+            time.sleep(0.2)
+        sent[-1].get(timeout=60)
+        eventually(lambda: all(one.ready() for one in sent))
+        states = [status(stage, one) for one in sent]
+        assert states.count("SUCCESS") == len(ran(stage, key)) < len(sent) / 3
+        assert states[-1] == "SUCCESS"
 
-    def test_a_retry_has_begun_and_is_not_dropped(self, stage: Stage, key: str) -> None:
-        task = stage.tasks.latest
-        first = task.delay(key, "retry", "first")
+    @pytest.mark.parametrize("name", ["latest", "latest_late"])
+    def test_a_run_that_is_due_is_not_dropped_by_a_later_send(
+        self, stage: Stage, key: str, name: str
+    ) -> None:
+        """It waits for its lock, or in its queue, for as long as that takes."""
+        task, soon = getattr(stage.tasks, name), {"debounce": 0.5}
+        with task.lock_for(key, wait=60):
+            first = task.apply_async((key,), {"value": "first"}, lock=soon)
+            stage.see_deferred(first)
+            second = task.apply_async((key,), {"value": "second"}, lock=soon)
+            stage.see_deferred(second)
+        assert [one.get(timeout=60) for one in (first, second)] == ["first", "second"]
+
+    def test_it_is_not_dropped_however_full_its_queue_is(self, stage: Stage, key: str) -> None:
+        task, soon = stage.tasks.latest, {"debounce": 0.5}
+        sent = []
+        for value in "abc":
+            sent.append(task.apply_async((key, "", value), queue=key, lock=soon))
+            see_window_end(stage, key)
+        stage.worker(key, queues=[key], concurrency=1)
+        assert [one.get(timeout=60) for one in sent] == list("abc")
+        assert ran(stage, key) == list("abc")
+
+    def test_one_that_runs_is_left_alone_and_so_is_its_retry(self, stage: Stage, key: str) -> None:
+        task, soon = stage.tasks.latest, {"debounce": 0.5}
+        first = task.apply_async((key, "retry", "first"), lock=soon)
         eventually(lambda: ran(stage, key))
         second = task.delay(key, "", "second")
         stage.log.with_name(key).touch()
@@ -323,12 +352,69 @@ class TestReplace:
         stage.log.with_name(f"{key} again").touch()
         assert {first.get(timeout=60), second.get(timeout=60)} == {"first", "second"}
 
+    def test_members_of_a_canvas_are_sent_and_take_no_place(self, stage: Stage, key: str) -> None:
+        task = stage.tasks.latest
+        waiting = task.delay(key, value="waiting")
+        assert group(task.si(key, value="a"), task.si(key, value="b"))().get(timeout=60) == [
+            "a",
+            "b",
+        ]
+        assert waiting.get(timeout=60) == "waiting"
+
+    def test_a_send_by_name_is_of_the_same_burst(self, stage: Stage, key: str) -> None:
+        task = stage.tasks.latest
+        first = task.delay(key, value="first")
+        how = {"resource": f"u:{key}", "debounce": stage.tasks.DEBOUNCE}
+        second = send_unique(stage.app, task.name, (key,), {"value": "second"}, **how)
+        assert second.get(timeout=60) == "second"
+        with pytest.raises(TaskRevokedError):
+            first.get(timeout=60)
+
+    @pytest.mark.parametrize("name", ["latest", "latest_late"])
+    def test_one_that_is_longer_than_the_broker_waits_goes_in_hops(
+        self, own_stage: Stage, key: str, name: str
+    ) -> None:
+        stage, task = own_stage, getattr(own_stage.tasks, name)
+        hops = {"broker_transport_options": {"visibility_timeout": 4}}  # s: each takes a quarter
+        conf = json.loads(stage.env["TEST_CONF"])
+        stage.env["TEST_CONF"] = json.dumps({**conf, **hops})
+        worker = stage.worker("hops", loglevel="DEBUG")
+        long, began = {"debounce": 8}, time.monotonic()
+        first, last = [task.apply_async((key,), {"value": v}, lock=long) for v in "ab"]
+        assert last.get(timeout=120) == "b"
+        assert stage.wait_for("once")[-1].at >= began + long["debounce"] - CLOCKS_DIFFER
+        assert status(stage, first) == "REVOKED"  # long before it was due
+        assert worker.output().count(f"{last.id}] is due in") > 2
+        assert worker.output().count(f"{first.id}] is due in") < 2
+        see_drained(stage)
+        assert ran(stage, key) == ["b"]
+
+
+WRONG_SENDS: dict[str, tuple[dict[str, Any], str]] = {
+    "a countdown": ({"countdown": 5}, r'call: countdown=5.*lock=\{"debounce": \.\.\.\}'),
+    "an eta": ({"eta": dt.datetime(2030, 1, 1)}, r'call: eta=.*lock=\{"debounce": \.\.\.\}'),
+    "unique_for": ({"lock": {"unique_for": 9}}, r'unique_for=9.*lock=\{"debounce": None\}'),
+    "its end": ({"expires": 3}, "call: expires=3.*later than debounce=4 s"),
+    "a bound": ({"lock": {"debounce_max": 3}}, "debounce_max=3.*at least debounce=4"),
+    "replace": ({"lock": {"on_duplicate": "replace"}}, "replace.*taken out: the option debounce"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_SENDS)
+def test_what_contradicts_a_debounce_is_an_error_of_the_send(stage: Stage, wrong: str) -> None:
+    options, message = WRONG_SENDS[wrong]
+    with pytest.raises(SettingsError, match=message):
+        stage.tasks.latest.apply_async(("contradicts",), **options)
+    assert not windows(stage, "contradicts")
+
 
 def test_ten_sends_and_a_restart_of_their_worker_are_one_run(own_stage: Stage, key: str) -> None:
     """Each message comes back redelivered; plain Celery runs ten bodies."""
     stage, task = own_stage, own_stage.tasks.latest_late
     first = stage.worker("w1")
-    sent = [task.apply_async((key,), {"value": value}, countdown=5) for value in "abcdefghij"]
+    sent = [
+        task.apply_async((key,), {"value": value}, lock={"debounce": 6}) for value in "abcdefghij"
+    ]
     eventually(lambda: first.output().count("received") == len(sent))
     first.stop()
     stage.worker("w2")
@@ -399,10 +485,7 @@ def test_it_is_the_same_in_every_pool(stage: Stage, key: str, pool: str) -> None
     assert following.id != running.id
     stage.log.with_name(key).touch()
     assert following.get(timeout=60) == "following"
-    with latest.lock_for(key, wait=60):
-        dropped = send(latest, "dropped")
-        stage.see_deferred(dropped)
-        last = send(latest, "last")
+    dropped, last = send(latest, "dropped"), send(latest, "last")
     assert last.get(timeout=60) == "last"
     with pytest.raises(TaskRevokedError):
         dropped.get(timeout=60)

@@ -15,13 +15,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from celery_redlock.lock.client import Redlock
+from celery_redlock.lock.engine import acquirer as acquirer_module
 from celery_redlock.lock.engine.events import Events, LockLostEvent
 from celery_redlock.lock.model.acquisition import Acquisition
 from celery_redlock.lock.model.lease import Lease
+from celery_redlock.lock.model.rate import RateKey, Start
 from celery_redlock.lock.platform.clock import Platform
 from celery_redlock.lock.platform.threads import DeadlineTimer
 from celery_redlock.lock.server.handshake import KEPT_MS, ServerInfo, tenure_of
-from celery_redlock.lock.transport.address import Address as ShippedAddress
+from celery_redlock.lock.transport.address import RedisAddress
 from celery_redlock.lock.transport.command import encode_words
 from tests.conftest import Journal
 from tests.simulation.network import Link, Path
@@ -320,6 +322,9 @@ class Sleeper(DeadlineTimer):
     def sleep(self, seconds: float) -> bool:
         """Sleep until somebody wakes the thread, for so many s of the process's clock."""
         self._process.step()
+        thread = running()
+        if thread is not None:
+            self._process.world.witness.rests(thread)
         return super().sleep(seconds)
 
 
@@ -477,7 +482,7 @@ class Subscriber:
 
 
 @dataclass(frozen=True)
-class Address(ShippedAddress):
+class Address(RedisAddress):
     """Where a node is, for one process."""
 
     pool: Any = None
@@ -485,7 +490,7 @@ class Address(ShippedAddress):
     node: Any = None
     path: Any = None
 
-    def dial(self, timeout: float, sentinel_timeout: float | None = None) -> Link:
+    def dial(self, timeout: float, node_timeout: float | None = None) -> Link:
         """Return a connection, after the time that takes."""
         thread, path, world = running(), self.path, self.process.world
         if thread is not None:
@@ -535,6 +540,31 @@ class Witness(Journal):
         self._process.world.witness.lost(self._losing, self._process)
 
 
+class WatchedStart(Start):
+    """A shipped `Start` that tells the witness when it is asked for, and when its body begins."""
+
+    __slots__ = ()
+
+    def __init__(self, key: RateKey, token: str, *terms: Any) -> None:
+        super().__init__(key, token, *terms)
+        here().world.witness.start_asked(self, here())
+
+    @property
+    def started_at(self) -> float | None:
+        """As of `Start`."""
+        moment: float | None = _started_at.__get__(self)
+        return moment
+
+    @started_at.setter
+    def started_at(self, moment: float | None) -> None:
+        _started_at.__set__(self, moment)
+        if moment is not None:
+            here().world.witness.starts.flagged(self)
+
+
+_started_at: Any = Start.__dict__["started_at"]  # its slot
+
+
 class SimulatedRedlock(Redlock):
     """A shipped `Redlock` in a simulated process."""
 
@@ -567,26 +597,30 @@ def _passes_for_all(seconds: float) -> None:
 @contextlib.contextmanager
 def patched(thing: Any, **names: Any) -> Iterator[None]:
     """Give a module or a class other names for a while."""
-    before = {name: getattr(thing, name) for name in names}
+    before = {name: vars(thing)[name] for name in names if name in vars(thing)}
     for name, value in names.items():
         setattr(thing, name, value)
     try:
         yield
     finally:
-        for name, value in before.items():
-            setattr(thing, name, value)
+        for name in names:
+            if name in before:
+                setattr(thing, name, before[name])
+            else:
+                delattr(thing, name)  # it is inherited
 
 
 @contextlib.contextmanager
 def simulated_system() -> Iterator[None]:
-    """Read what the package logs, for a while."""
+    """Read what the package logs, and see its starts, for a while."""
     package, log = logging.getLogger("celery_redlock"), Log()
     before = package.level, package.propagate
     package.addHandler(log)
     package.setLevel(logging.INFO)
     package.propagate = False
     try:
-        yield
+        with patched(acquirer_module, Start=WatchedStart):
+            yield
     finally:
         package.removeHandler(log)
         package.level, package.propagate = before

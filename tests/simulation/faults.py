@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 ANY_SIZE = (1, 3, 3, 3, 3, 4, 5)  # one node alone has no restart guard, so it must not restart
 TTL, MAX_TTL, NODE_TIMEOUT = 1.0, 1.0, 0.25
+RATES = ((1, 1.0), (2, 1.0), (2, 2.5), (3, 4.0))  # starts, and s of their period
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,8 @@ class Profile:
     wall_error: s that calendars are off. deafens: subscriptions break. amnesia: nodes forget who
     waits. limits: of each resource, in place of `limit`. runs: of so many names, each of which may
     be delivered to every client, and again after its end. sends: messages that are sent once, of so
-    many names.
+    many names. rates: of each resource one is drawn, None for no rate. wipes: nodes lose memory, as
+    often as a rate allows for. holds: so often a lock is an operator's hold.
     """
 
     name: str
@@ -75,6 +77,9 @@ class Profile:
     resources: int = 1
     runs: int = 0
     sends: int = 0
+    rates: tuple[tuple[int, float] | None, ...] = ()
+    wipes: float = 0.0
+    holds: float = 0.0
     renews: float = 0.6
     patient: float = 0.2
     extends: float = 0.2
@@ -122,8 +127,22 @@ PROFILES = {
                 wall_error=1.0, events=(150, 300, 600), span=5.0),
         Profile("lost-windows", sends=1, clients=(3,), rounds=8, pauses=(0.01, 0.05),
                 events=(70, 150), restarts=1.0, keeps=("nothing", "all"), jams=0.7),
+        Profile("rates", rates=RATES, limit=3, clients=(3, 4, 5), rounds=20, sections=(0.01, 0.1),
+                bases=(0.0005, 0.001, 0.004, 0.02), patient=0.3, breaks=2.0, jams=0.5, stops=0.7,
+                cuts=0.4, kills=0.2, drift=0.01, events=(300, 600, 1200), span=4.0),
+        Profile("rates-by-fast-clocks", rates=RATES, limit=3, clients=(3, 4), rounds=20, slow=0.0,
+                sections=(0.01,), bases=(0.0005, 0.001), steps_back=0.2, events=(400, 800)),
+        Profile("rates-and-limits", rates=(*RATES, None), resources=3, limits=(2, 1, 3),
+                clients=(3, 4, 5), rounds=20, sections=(0.01, 0.1), bases=(0.0005, 0.001, 0.003),
+                patient=0.4, breaks=0.5, jams=0.4, stops=0.4, cuts=0.4, events=(400, 800, 1600),
+                span=4.0),
+        Profile("wiped-rates", rates=((1, 4.0), (2, 3.0), (3, 5.0)), limit=3, sizes=(3, 3, 4, 5),
+                wipes=1.5, clients=(3, 4, 5), rounds=20, sections=(0.01,), slow=0.0, cold=0.0,
+                bases=(0.001, 0.003), events=(600, 1200), span=5.0, horizon=25.0),
         Profile("everything", breaks=0.5, jams=0.5, restarts=0.5, freezes=0.3, flushes=0.2,
                 stops=0.4, kills=0.2, cuts=0.3, steps_back=0.2, short_writes=0.05, fencing=0.3),
+        Profile("under-a-hold", limit=4, clients=(4, 5), rounds=6, holds=0.3, sections=(0.05, 0.3),
+                breaks=0.7, jams=0.5, restarts=0.2, stops=0.3, cuts=0.3, events=(70, 150)),
     )
 }  # fmt: skip
 
@@ -147,6 +166,7 @@ class Faults:
         self._world, self._profile = schedule.world, schedule.profile
         self._random = schedule.world.random
         self._forgotten: list[float] = []  # real s
+        self._wiped: list[Node] = []
 
     def plan(self, span: float) -> None:
         """Put faults into the first `span` s."""
@@ -155,6 +175,7 @@ class Faults:
             (profile.breaks, self._break),
             (profile.jams, self._jam),
             (profile.restarts, self._restart),
+            (profile.wipes, self._wipe),
             (profile.fail_backs, self._fail_back),
             (profile.freezes, self._freeze),
             (profile.flushes, self._flush),
@@ -212,6 +233,21 @@ class Faults:
         node.stop(keeps=keeps)
         away = self._random.choice((0.0, 0.02, 0.2, 0.5)) * self._random.random()
         self._world.at(self._world.now + away, node.start)
+
+    def _wipe(self) -> None:
+        """Restart a node without its memory: not more than a quorum leaves, and each one once."""
+        nodes, world = self._schedule.nodes, self._world
+        node = self._node()
+        if len(self._wiped) >= len(nodes) - quorum_of(len(nodes)) or node in self._wiped:
+            return
+        self._wiped.append(node)
+        node.silent_until = lost_until(node, self._schedule.silence)
+        world.counts["restarts"] += 1
+        world.counts["wiped"] += 1
+        world.note("%s restarts, keeps nothing", node.name)
+        node.stop(keeps="nothing")
+        node.start()
+        self._schedule.witness.starts.wiped(node)
 
     def _fail_back(self) -> None:
         """Let another server serve under a node's address for a while, and the first one again.

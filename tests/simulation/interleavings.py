@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from celery_redlock.lock.model.keys import tenure_key
-from tests.simulation.stage import Stage
+from tests.simulation.stage import Actor, Stage
 
 # ttl 100 s, a silence of 101 s, an answer within 25 s
 
@@ -262,3 +262,96 @@ def a_client_that_stays(stage: Stage) -> None:
     b.tries()  # on 0 and 2
     stage.at(140)
     assert a.lock.held
+
+
+# a rate of 1 in 1,000 s: a body begins within a second of its grant
+
+
+def a_node_that_was_told_later(stage: Stage) -> None:
+    """Of two nodes that granted a start, one forgets it, and the other one is away."""
+    b = _starts_on_two(stage)
+    stage.at(1180)
+    stage.restarts(1)
+    b.tries("x")  # meets 1, which abstains until 1281
+    stage.at(1290)
+    stage.nodes[0].stop(keeps="all")
+    b.tries(rate="1/1000 s")  # granted by 1; 2 was told of the start after its body began
+    stage.at(1330)
+
+
+def a_node_that_remembers(stage: Stage) -> None:
+    """Of two nodes that granted a start, one forgets it, and the third one never learns of it."""
+    b = _starts_on_two(stage, is_told=False)
+    stage.at(1200)
+    stage.restarts(1)
+    b.tries("x")  # meets 1, which abstains until 1301
+    stage.at(1310)
+    b.tries(rate="1/1000 s")  # granted by 1, which is young, and by 2; refused by 0
+    stage.at(1350)
+
+
+def _starts_on_two(stage: Stage, *, is_told: bool = True) -> Actor:
+    a, b = stage.actor("A"), stage.actor("B")
+    stage.at(1100)  # each node serves for longer than a start counts
+    a.tries("x")  # connects anew, as all were idle
+    a.cut_off(2)
+    a.tries(rate="1/1000 s")  # granted by 0 and 1
+    assert a.holds
+    a.releases()
+    a.paths[2].closed = not is_told
+    a.breaks(2)  # its request is lost
+    return b
+
+
+def a_record_after_the_next_start(stage: Stage) -> None:
+    """What a node is told of a start comes when its permit has another one."""
+    a, b = stage.actor("A"), stage.actor("B")
+    stage.at(1100)
+    a.tries("x")
+    a.cut_off(2)
+    a.tries(rate="1/40 s")  # granted by 0 and 1
+    a.releases()
+    stage.at(1121)
+    a.paths[2].closed = False
+    a.breaks(2)  # its requests are lost; at 1150 it tells 2 of its start
+    stage.at(1142)
+    b.tries(rate="1/40 s")  # on all three
+    assert b.holds
+    b.releases()
+    stage.at(1165)
+
+
+def a_lost_reply_to_a_start(stage: Stage) -> None:
+    """A node has granted a start when the connection breaks on which its reply is to come."""
+    a = stage.actor("A")
+    stage.nodes[1].stop(keeps="all")
+    a.paths[2].base = 4.0  # of a node timeout of 25
+    a.tries(rate="2/1000 s")
+    while not [key for key in stage.nodes[2].keys() if b":rate:" in key]:  # noqa: SIM118
+        stage.at(stage.world.now + 0.1)
+    a.breaks(2)  # it asks once more, on another connection
+    stage.at(60)
+
+
+def a_body_after_a_pause(stage: Stage) -> None:
+    """A client stops between its grant and its body, for longer than the slack."""
+    a, b = stage.actor("A"), stage.actor("B")
+    a.tries(rate="1/20 s", body_follows=True)
+    stage.at(1)
+    a.begins()
+    a.releases()
+    stage.at(20.5)  # a period after the grant
+    b.tries(rate="1/20 s")
+    stage.at(30)
+
+
+def an_extension_on_its_way(stage: Stage) -> None:
+    """A client asks for its start once more, and no node hears it in time."""
+    a, b = stage.actor("A"), stage.actor("B")
+    a.tries(rate="1/20 s", limit=2, body_follows=True)
+    stage.at(1)
+    a.cut_off(0, 1, 2)
+    a.begins()
+    stage.at(20.5)
+    b.tries(rate="1/20 s", limit=2)
+    stage.at(30)

@@ -12,6 +12,8 @@ and answers, and what the clients believe. Each invariant has a name and a funct
 - `probation_does_not_count`: a node on probation is none of those that make the validity
 - `silent_nodes_grant_nothing`: a node that lost memory grants nothing new during its silence
 - `one_permit`: no node that reclaimed nothing keeps a value under two permits of a lock
+- `holds_refuse`: nobody but another hold gets a permit that was asked for while a quorum of nodes
+  had the mark of one hold, which they keep
 - `ended_before_release`: nothing is held any more when the first byte of its release leaves
 - `nothing_after_release`: after its release nothing is written of a token but its release
 - `fences_grow`: each holder's fencing token is greater than all before
@@ -22,7 +24,18 @@ and answers, and what the clients believe. Each invariant has a name and a funct
 - `dropped_for_a_live`: and not for one whose window a quorum knew to be over before it began
 - `one_window`: no window is opened while another of the same is open and its lease runs, but in
   its place; where nodes lose their memory a message too many is sent
+- `a_burst_runs`: a debounced message is dropped only for a later one that was published
+- `due_runs`: and not for one whose send was made after the run was due
 - `waits_end`: who waits gets the lock or gives up at its time, whatever it was told or not
+- `rate_kept`: of a rate of N no more than N bodies begin in any half-open period of real time
+- `starts_apart`: bodies that begin with one permit of a rate do so a period apart
+- `no_cancel_after_the_start`, `nothing_after_cancel`: no start is given back whose body has begun;
+  to a node where one was given back, nothing else of it is written
+- `starts_after_keys`: an acquire asks for starts once it has all its keys
+- `stamps_stand`: on a node a permit of a rate is freed early only by its own token, before its body
+- `one_start_a_node`: no node has a start under two permits, but by a request of a lost connection
+- `refusals_leave_no_start`: an acquire that fails has given back all its starts
+- `waits_without_keys`: who waits has neither a key nor a start
 - `no_inner_error`: the watchdog catches no error that the shipped code made
 """
 
@@ -31,6 +44,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -38,18 +52,21 @@ from typing import TYPE_CHECKING, Any
 import hiredis
 
 from celery_redlock.lock.model.acquisition import Acquisition
-from celery_redlock.lock.model.keys import lock_key
+from celery_redlock.lock.model.keys import MARK, lock_key
 from celery_redlock.lock.model.lease import MARGIN, Lease, State
+from celery_redlock.lock.model.rate import Start
 from celery_redlock.lock.model.votes import quorum_of
 from celery_redlock.lock.server.requests import GRANT, PERMIT, RELEASE, RENEW
-from celery_redlock.testing.model import digest_of
+from tests.simulation import starts
 from tests.simulation.nodes import Node
+from tests.simulation.starts import StartRecord, StartWitness
+from tests.simulation.world import running
 
 if TYPE_CHECKING:
     from celery_redlock.tasks.unique.claim import Claim
     from tests.simulation.clients import Process
     from tests.simulation.network import Link
-    from tests.simulation.world import World
+    from tests.simulation.world import Thread, World
 
 ROUNDING = 1e-9  # s
 SLOW = 8  # node timeouts: for a look and the last try for a key, each at a bad moment
@@ -70,6 +87,7 @@ class Violation(AssertionError):  # noqa: N818 - it is no error of the program
 class Sent:
     """What is known of one send that opened a window. Times in real s.
 
+    made: when the send was. due: when its run is, if it is debounced. replaces: the id of another.
     lease: until when its window is its own, however late it says that it was published; shorter
     where clocks are fast. ends: somebody ends or gives it up from then on. over: since when a
     quorum is known to have heard that.
@@ -78,6 +96,9 @@ class Sent:
     name: str
     task_id: str
     lease: float
+    made: float
+    due: float
+    replaces: str
     published: bool = False
     ends: bool = False
     over: float = math.inf
@@ -106,6 +127,7 @@ class Record:
     run: str = ""  # of what may be delivered again: its name
     body_ended: bool = False  # as its client knows, before it gives the lock back
     too_late: set[int] = field(default_factory=set)  # nodes that granted it what such an end freed
+    marks: dict[int, bytes] = field(default_factory=dict)  # by node: of a hold, as it was claimed
     probation: frozenset[int] = frozenset()  # as it was looked at last
     valid_until: float = -math.inf  # as it was looked at last
 
@@ -131,6 +153,7 @@ class Wait:
 
     process: Process
     ends: float
+    thread: object
 
 
 class Witness:
@@ -147,12 +170,14 @@ class Witness:
         self._records: dict[bytes, Record] = {}
         self._over: list[Record] = []
         self._last: dict[bytes, Record] = {}  # by key: who held it last
+        self._last_of: dict[Process, Record] = {}  # what a process has asked for last
         self._fences: dict[str, int] = {}  # by resource: the greatest token handed out
         self._said_lost: list[Acquisition] = []
         self._sends: dict[str, Sent] = {}  # by the id of the task
         self._open: dict[str, Sent] = {}  # by name: the one whose window was opened last
         self._waits: list[Wait] = []
         self._tokens = self._looks = 0
+        self.starts = StartWitness(world, drift, self.violated)
 
     def violated(self, name: str, text: str, *args: object) -> None:
         """Take note that an invariant does not hold; the first one ends the schedule."""
@@ -172,12 +197,16 @@ class Witness:
         name = claim.value.partition(":")[0]
         record = Record(claim, process, name, value, never[:], never[:], set())
         record.run = run
-        self._records[value] = record
+        if not claim.value.startswith(MARK):
+            record.marks = self._marks_beside(record)
+        self._records[value] = self._last_of[process] = record
         self.active.append(record)
         self.world.counts["claims"] += 1
 
-    def written(self, link: Link, words: list[bytes]) -> list[Record]:
+    def written(self, link: Link, words: list[bytes]) -> list[Any]:
         """See a command handed to a socket; returns of which claims, none where it is of none."""
+        if len(words) > 1 and words[1] in starts.SCRIPTS:
+            return self.starts.written(link, words)
         script = script_of(words)
         subjects = subjects_of(script, words) if script else []
         found = [self._records.get(value) for value in subjects]
@@ -200,7 +229,7 @@ class Witness:
 
     def executed(
         self,
-        records: list[Record],
+        records: list[Any],
         node: Node,
         script: str,
         words: list[bytes],
@@ -208,6 +237,9 @@ class Witness:
         written: float,
     ) -> None:
         """See a node execute a command. written: s of the client's clock."""
+        if isinstance(records[0], StartRecord):
+            self.starts.executed(records[0], node, words, reply)
+            return
         by_value = {record.value: record for record in records}
         subjects = subjects_of(script, words)
         answers = answers_of(script, reply, len(subjects))
@@ -268,12 +300,23 @@ class Witness:
     def waiting(self, process: Process, wait: float, keys: int) -> Iterator[None]:
         """See a caller wait for so many s of its clock, for so many keys."""
         slack = SLOW * keys * process.redlock.node_timeout
-        one = Wait(process, process.clock.real(wait + slack))
+        one = Wait(process, process.clock.real(wait + slack), running())
         self._waits.append(one)
         try:
             yield
         finally:
             self._waits.remove(one)
+
+    def rests(self, thread: Thread) -> None:
+        """See a thread rest until somebody wakes it: a caller that waits has nothing then."""
+        process = thread.process
+        if not any(one.thread is thread for one in self._waits):
+            return
+        for record in self.active:
+            if record.process is process and record.claim.state not in OVER:
+                self.violated("waits_without_keys", "%s has %s", process.name, record.name)
+        if self.starts.unflagged(process):
+            self.violated("waits_without_keys", "%s has a start", process.name)
 
     def _check_waits(self) -> None:
         now = self.world.now
@@ -282,6 +325,13 @@ class Witness:
             late = process.stopped_until + SLOW * process.redlock.node_timeout
             if not process.dead and now > max(one.ends, late):
                 self.violated("waits_end", "%s since %.4f", process.name, one.ends)
+
+    def start_asked(self, start: Start, process: Process) -> None:
+        """See a start of a rate begin."""
+        record = self._last_of.get(process)
+        if record is None or record.claim.state not in (State.HELD, State.LOST):
+            self.violated("starts_after_keys", "%s of %s", start.key.resource, process.name)
+        self.starts.asked(start, process)
 
     def body_began(self, holding: Acquisition) -> None:
         """See the body of a run begin under what it has acquired."""
@@ -324,17 +374,19 @@ class Witness:
         """See an error that the shipped code caught, though there should be none."""
         self.violated("no_inner_error", "%r", error)
 
-    def window_opened(self, send: Claim, lease: float, began: float, replaced: str) -> None:
-        """See a send open its window; began: real s ago, below 0; replaced: the id before it."""
+    def window_opened(
+        self, send: Claim, lease: float, began: float, replaces: str, made: float, due: float
+    ) -> None:
+        """See a send open its window. began: real s ago, below 0; the others: as of `Sent`."""
         lasting = lease * (1 - self.drift) + began
         task_id = send.run_id.task_id
-        sent = Sent(send.name, task_id, self.world.now + lasting)
+        sent = Sent(send.name, task_id, self.world.now + lasting, made, due, replaces)
         other = self._open.get(send.name)
         if (
             not self.world.counts["wiped"]
             and other is not None
             and not other.ends
-            and other.task_id != replaced
+            and other.task_id != replaces
             and self.world.now < min(other.lease, sent.lease)
         ):
             self.violated("one_window", "%s beside %s", task_id, other.task_id)
@@ -357,6 +409,15 @@ class Witness:
         """See that a quorum has heard that a window is over."""
         self.world.note("the window of %s is over", task_id)
         self._sends[task_id].over = self.world.now
+
+    def run_dropped(self, task_id: str) -> None:
+        """See a worker drop a debounced message, as a later send has marked it."""
+        self.world.counts["superseded"] += 1
+        later = [one for one in self._sends.values() if one.replaces == task_id and one.published]
+        if not later:
+            self.violated("a_burst_runs", "%s is dropped for nothing", task_id)
+        elif all(one.made > self._sends[task_id].due for one in later):
+            self.violated("due_runs", "%s, due at %.4f", task_id, self._sends[task_id].due)
 
     def dropped(self, task_id: str, began: float) -> None:
         """See a send dropped for an earlier one; began: the real s at which it was made."""
@@ -412,6 +473,7 @@ class Witness:
         if not record.was_held:
             record.was_held = True
             self.world.note("%s is held until %.4f", record.name, hold.valid_until)
+            self._check_marks(record)
         self._check_continuity(record)
         if hold.valid_until != record.valid_until or self._looks % LOOK_EVERY == 0:
             record.valid_until = hold.valid_until
@@ -419,6 +481,23 @@ class Witness:
             self._check_truth(record)
         if hold.probation or record.probation:
             self._check_probation(record)
+
+    def _marks_beside(self, record: Record) -> dict[int, bytes]:
+        """Return by node the hold that has a permit which a request for this claim reads."""
+        limit, found = record.claim.key.limit, {}
+        names = [record.base, *(record.base + b"#%d" % permit for permit in range(1, limit))]
+        for node in self.nodes if limit > 1 else ():
+            values = [] if node.down else [node.holder(name) or b"" for name in names]
+            marks = [value for value in values if value.startswith(MARK.encode())]
+            if marks:
+                found[node.index] = marks[0]
+        return found
+
+    def _check_marks(self, record: Record) -> None:
+        standing = self._marks_beside(record) if record.marks else {}
+        kept = Counter(mark for node, mark in record.marks.items() if standing.get(node) == mark)
+        if any(count >= self.quorum for count in kept.values()):
+            self.violated("holds_refuse", "%s beside a hold", record.name)
 
     def _check_continuity(self, record: Record) -> None:
         if record.is_over:
@@ -469,7 +548,7 @@ class Witness:
 @functools.lru_cache(maxsize=1)
 def _scripts() -> dict[bytes, str]:
     named = {"grant": GRANT, "permit": PERMIT, "renew": RENEW, "release": RELEASE}
-    digests = {digest_of(script): name for name, script in named.items()}
+    digests = {script.digest: name for name, script in named.items()}
     return digests | {script.source: name for name, script in named.items()}
 
 

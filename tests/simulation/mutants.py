@@ -20,19 +20,33 @@ from celery_redlock.lock.engine.permits import PermitRound
 from celery_redlock.lock.engine.releaser import KeyRelease, Releaser
 from celery_redlock.lock.engine.renewer import Renewer
 from celery_redlock.lock.engine.rounds import AcquireRound, RenewRound
+from celery_redlock.lock.engine.starts import StartRound
 from celery_redlock.lock.model import lease as lease_module
 from celery_redlock.lock.model import votes as votes_module
 from celery_redlock.lock.model.acquisition import Acquisition
 from celery_redlock.lock.model.keys import value_of
 from celery_redlock.lock.model.lease import UNKNOWN, Fence, Lease, LockKey, Probation, State
 from celery_redlock.lock.model.options import Guard
+from celery_redlock.lock.model.rate import Rate, RateKey, Start
 from celery_redlock.lock.model.votes import Vote
 from celery_redlock.lock.server import guard as guard_module
 from celery_redlock.lock.server.guard import RestartGuard
 from celery_redlock.lock.server.handshake import Tenures
-from celery_redlock.lock.server.requests import GRANT, GUARD, PERMIT, RELEASE, RENEW, Requests
+from celery_redlock.lock.server.requests import (
+    CANCEL,
+    GRANT,
+    GUARD,
+    PERMIT,
+    RECORD,
+    RELEASE,
+    RENEW,
+    TAKE,
+    Requests,
+)
 from celery_redlock.lock.transport.command import IGNORE_REPLY, Command, Round, Script
-from celery_redlock.tasks.unique.rounds import ClaimRound, EarlierSend
+from celery_redlock.tasks.unique import claim as claim_module
+from celery_redlock.tasks.unique.claim import Claim
+from celery_redlock.tasks.unique.rounds import ClaimRound, EarlierSend, change
 from tests.simulation import faults as faults_module
 from tests.simulation.clients import Clock, here, patched
 from tests.simulation.invariants import Witness
@@ -234,8 +248,8 @@ def resend_stale() -> Iterator[None]:
 def reuse_token() -> Iterator[None]:
     """Each round of one process takes the same token, and so the same value."""
 
-    def value(token: str, since_ms: int, label: str, ttl: float) -> str:
-        return value_of(token, 0, label, ttl)
+    def value(token: str, since_ms: int, label: str, ttl: float, limit: int) -> str:
+        return value_of(token, 0, label, ttl, limit)
 
     new = Witness.new_token
 
@@ -285,11 +299,18 @@ def a_move_by_release() -> Iterator[None]:
 
     def release_first(self: PermitRound, permit: int, node: int) -> None:
         if self._offers[node][0] != permit and node not in self._moved:
-            request = Requests("redlock").release(self._lease)
+            request = Requests("redlock", 0.0).release(self._lease)
             self._resend(node, Command(request, IGNORE_REPLY, RELEASE), None)
         settle_on(self, permit, node)
 
     with patched(PermitRound, _settle_on=release_first):
+        yield
+
+
+@mutant("holds_refuse", profile="under-a-hold")
+def a_mark_that_nobody_heeds() -> Iterator[None]:
+    """A node grants a free permit beside an operator's hold."""
+    with patched_scripts({PERMIT: without(PERMIT, "if hold then", instead="if false then")}):
         yield
 
 
@@ -622,8 +643,8 @@ def sending_is_sent() -> Iterator[None]:
     """Who is about to send counts as one that has sent."""
     of = EarlierSend.of
 
-    def sent(value: str, expires_in: float) -> EarlierSend:
-        return replace(of(value, expires_in), is_sent=True)
+    def sent(value: str, expires_in: float, age: float) -> EarlierSend:
+        return replace(of(value, expires_in, age), is_sent=True)
 
     with patched(EarlierSend, of=staticmethod(sent)):
         yield
@@ -644,4 +665,205 @@ def one_node_knows_it() -> Iterator[None]:
 def a_window_of_one_node() -> Iterator[None]:
     """One node opens a window."""
     with patched(ClaimRound, reached=property(lambda self: bool(self.changed))):
+        yield
+
+
+@mutant("a_burst_runs", profile="sends")
+def marked_before_it_is_published() -> Iterator[None]:
+    """A debounced send marks the earlier one as soon as the nodes have replaced it."""
+    opened = Claim.open
+
+    def marking(self: Claim) -> EarlierSend | None:
+        earlier = opened(self)
+        if self.carried is not None:
+            self.carried.mark_superseded(here().redlock.session, "t")
+        return earlier
+
+    with patched(Claim, open=marking):
+        yield
+
+
+@mutant("due_runs", profile="sends")
+def a_claim_until_its_body_starts() -> Iterator[None]:
+    """The claim of a debounced send lasts for longer than until its run is due."""
+
+    def lasting(*what: Any, **how: Any) -> Any:
+        terms = ["100000" if word.isdecimal() else word for word in what[4:]]
+        return change(*what[:4], *terms, **how)
+
+    with patched(claim_module, change=lasting):
+        yield
+
+
+# the starts of rates
+
+
+@mutant("rate_kept", "starts_apart", profile="rates")
+def a_period_from_the_grant() -> Iterator[None]:
+    """A node counts a start for a period, though its body begins a moment later."""
+    with patched(Rate, slack=property(_no_slack)), patched(RateKey, __init__=_late_rate_key):
+        yield
+
+
+def _no_slack(self: Rate) -> float:
+    return 0.0
+
+
+_make_rate_key, _slack = RateKey.__init__, Rate.slack
+
+
+def _late_rate_key(self: RateKey, prefix: str, resource: str, rate: Rate, drift: float) -> None:
+    _make_rate_key(self, prefix, resource, rate, drift)
+    self.ttl = _slack.__get__(rate)
+
+
+@mutant("rate_kept", "starts_apart", "stamps_stand", profile="rates-by-fast-clocks")
+def a_period_without_drift() -> Iterator[None]:
+    """A node counts a start for a period and the slack, as if all clocks were of one speed."""
+    kept_ms = Rate.kept_ms
+    with patched(Rate, kept_ms=lambda self, drift: kept_ms(self, 0.0)):
+        yield
+
+
+@mutant("rate_kept", "starts_apart", steps="a_body_after_a_pause")
+def a_late_body() -> Iterator[None]:
+    """A body begins whenever it is ready: its start has been taken."""
+    with patched(Start, held=lambda self, now: self.state is State.HELD):
+        yield
+
+
+@mutant("rate_kept", "starts_apart", steps="an_extension_on_its_way")
+def an_extension_not_awaited() -> Iterator[None]:
+    """A late start is asked for once more, and its body begins meanwhile."""
+
+    def take(self: Acquirer, acquisition: Any, start: Start, asked: Any, **how: Any) -> Any:
+        if not how:
+            return taken(self, acquisition, start, asked)
+
+        def request(permit: int | None, is_repeated: bool) -> bytes:
+            return self.core.requests.take(start, 0, permit, again=True)
+
+        round_ = StartRound(start, self.core.nodes.send_to, request, asked, is_repeated=True)
+        self.core.nodes.broadcast(round_.command(asked), self.core.clock.now())
+        start.valid_until = math.inf
+        return None, round_
+
+    taken = Acquirer._take
+    with patched(Acquirer, _take=take):
+        yield
+
+
+@mutant("rate_kept", "starts_apart", profile="rates")
+def a_start_counts_from_the_reply() -> Iterator[None]:
+    """The slack begins when a node has replied, not before its request left."""
+
+    def confirm(self: Start, node: int, sent: float, run_id: str = "") -> None:
+        Lease.confirm(self, node, here().clock.now(), run_id)
+
+    with patched(Start, confirm=confirm):
+        yield
+
+
+@mutant("no_cancel_after_the_start", profile="rates")
+def a_release_gives_the_start_back() -> Iterator[None]:
+    """A start is given back with its lock, though its body has begun: as a permit is."""
+
+    def cancel_starts(self: Releaser, acquisition: Acquisition) -> None:
+        while acquisition.starts:
+            self.cancel(acquisition.starts.pop())
+
+    with patched(Releaser, cancel_starts=cancel_starts):
+        yield
+
+
+@mutant("nothing_after_cancel", profile="rates")
+def a_start_moved_by_a_cancel() -> Iterator[None]:
+    """A node that has granted another permit than the quorum gives it back, and is asked again."""
+    settle_on = StartRound._settle_on
+
+    def cancel_first(self: StartRound, permit: int, node: int) -> None:
+        if self._offers[node][0] != permit and node not in self._moved:
+            start: Any = self._lease
+            request = here().redlock.session.requests.cancel(start)
+            self._resend(node, Command(request, IGNORE_REPLY, CANCEL), None)
+        settle_on(self, permit, node)
+
+    with patched(StartRound, _settle_on=cancel_first):
+        yield
+
+
+@mutant("refusals_leave_no_start", "waits_without_keys", profile="rates-and-limits")
+def a_refusal_keeps_its_starts() -> Iterator[None]:
+    """A start is used up if another key or rate refuses its run: it expires by itself."""
+
+    def cancel_starts(self: Releaser, acquisition: Acquisition) -> None:
+        acquisition.starts.clear()
+
+    with patched(Releaser, cancel_starts=cancel_starts):
+        yield
+
+
+@mutant("starts_after_keys", profile="rates-and-limits")
+def starts_before_keys() -> Iterator[None]:
+    """A run takes its starts first, and gives them back if its lock is taken."""
+    lock_keys, take_starts = Acquirer._lock_keys, Acquirer._take_starts
+
+    def starts_first(self: Acquirer, acquisition: Acquisition) -> Any:
+        rates = acquisition.options.rates
+        failure = take_starts(self, acquisition, rates) if rates else None
+        return failure or lock_keys(self, acquisition)
+
+    with patched(Acquirer, _lock_keys=starts_first, _take_starts=lambda *_: None):
+        yield
+
+
+@mutant("rate_kept", "starts_apart", profile="rates")
+def starts_by_a_count() -> Iterator[None]:
+    """A quorum of nodes with a permit free is enough, whichever it is: a log of starts."""
+    count = StartRound._count
+
+    def blind(self: StartRound, node: int, vote: Vote) -> None:
+        for other, (_, sent, run_id) in list(self._offers.items()):
+            self._offers[other] = 0, sent, run_id
+        count(self, node, vote)
+
+    with patched(StartRound, _count=blind):
+        yield
+
+
+@mutant("one_start_a_node", steps="a_lost_reply_to_a_start")
+def a_second_start() -> Iterator[None]:
+    """A request sent twice takes a second permit, for the script does not look for its token."""
+    text = without(TAKE, "    ours = all[i + 1] == token and all[i] or ours\n")
+    with patched_scripts({TAKE: text}):
+        yield
+
+
+@mutant("silent_nodes_grant_nothing", profile="wiped-rates")
+def starts_in_the_grace_period() -> Iterator[None]:
+    """A node that lost its memory grants starts at once: its lock keys do not matter to it."""
+    text = without(TAKE, "if redis.call('EXISTS', KEYS[4]) == 1 then", instead="if false then")
+    with patched_scripts({TAKE: text}):
+        yield
+
+
+@mutant("rate_kept", "starts_apart", steps="a_node_that_was_told_later")
+def starts_without_a_record() -> Iterator[None]:
+    """Only the nodes that granted a start know of it."""
+    with patched(Releaser, record=lambda self, start, started_at: None):
+        yield
+
+
+@mutant("rate_kept", "starts_apart", steps="a_node_that_remembers")
+def young_nodes_count() -> Iterator[None]:
+    """A node that has served for less than a period counts as the others do."""
+    with patched(StartRound, _is_doubted=lambda self, permit, due: False):
+        yield
+
+
+@mutant("stamps_stand", steps="a_record_after_the_next_start")
+def a_record_that_moves_back() -> Iterator[None]:
+    """What a node is told of a start is when that began, whatever has its permit by then."""
+    text = without(RECORD, "math.max(at, tonumber(known or at))", instead="at")
+    with patched_scripts({RECORD: text}):
         yield

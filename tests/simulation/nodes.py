@@ -12,7 +12,7 @@ from celery_redlock.lock.server.handshake import KEPT_MS
 from celery_redlock.lock.server.requests import PERMIT, TRUST
 from celery_redlock.lock.transport.command import Script
 from celery_redlock.testing import model
-from celery_redlock.testing.model import Scripts, Server, digest_of, engine
+from celery_redlock.testing.model import Scripts, Server, engine
 
 if TYPE_CHECKING:
     from tests.simulation.network import Link
@@ -91,7 +91,7 @@ class Node(Server):
         """Run one command, and note what a silent node should have said."""
         if self.is_silent and words[0] == b"EVALSHA":
             self.was_free = self.holder(words[3]) is None
-            if words[1] == digest_of(PERMIT):  # it votes again if it finds its value anywhere
+            if words[1] == PERMIT.digest:  # it votes again if it finds its value anywhere
                 value, _, limit = words[3 + int(words[2]) :][:3]
                 names = [words[3], *(words[3] + b"#%d" % permit for permit in range(1, int(limit)))]
                 self.was_free = value not in map(self.holder, names)
@@ -120,7 +120,7 @@ class Node(Server):
         """Know all scripts, and an operator's word: it votes at once."""
         self._loaded.update(self._scripts)
         names = [name.encode() for name in (*guard_keys(prefix), tenure_key(prefix))]
-        self._run(self._scripts[digest_of(TRUST)], [b"", b"", b"3", *names, self.run_id.encode()])
+        self._run(self._scripts[TRUST.digest], [b"", b"", b"3", *names, self.run_id.encode()])
 
     def tenure(self, prefix: str) -> bytes:
         """Return its own tenure as it noted it."""

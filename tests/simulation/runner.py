@@ -123,8 +123,8 @@ def run_many(
 def summary(counts: Counter[str]) -> str:
     """Return what was done, in one line."""
     names = (
-        "schedules", "events", "holds", "losses", "repairs", "promotions", "silences", "restarts",
-        "fail-backs", "stops", "cuts", "zombies", "dropped", "windows", "duplicates",
-        "mutants caught",
+        "schedules", "events", "holds", "starts", "losses", "repairs", "promotions", "silences",
+        "restarts", "fail-backs", "stops", "cuts", "zombies", "dropped", "windows", "duplicates",
+        "superseded", "mutants caught",
     )  # fmt: skip
     return ", ".join(f"{counts[name]} {name}" for name in names if name in counts)

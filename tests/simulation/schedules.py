@@ -10,7 +10,8 @@ from typing import Any
 from celery_redlock.errors import LockLost, LockTaken, NotAcquired, QuorumUnreachable
 from celery_redlock.label import RunId
 from celery_redlock.lock.engine.acquirer import AlreadyCompletedError
-from celery_redlock.lock.lock import Lock, acquisitions_of, release_all
+from celery_redlock.lock.lock import Lock, acquisitions_of, begin_body, release_all
+from celery_redlock.lock.model.keys import completion_key
 from celery_redlock.lock.model.options import CompletionMarker
 from celery_redlock.tasks.settings.options import BUILT_IN, TaskLockOptions
 from celery_redlock.tasks.unique.claim import MIN_ROUNDS, SENDING_TTL, Claim, ClaimToken
@@ -23,6 +24,7 @@ from tests.simulation.nodes import Node, introduce, library
 from tests.simulation.world import Thread, World
 
 KEPT = 100.0  # s: of a done mark, or a window; no schedule is longer
+DEBOUNCED = {"debounce": 0.3, "debounce_max": 0.6}  # s: a burst ends within a schedule
 
 
 class Schedule:
@@ -48,7 +50,11 @@ class Schedule:
         world.witness = self.witness = Witness(world, self.nodes, profile.drift)
         self.processes: list[Process] = []
         self.workers: list[Thread] = []
-        self.queue: list[tuple[str, ClaimToken | None]] = []  # what was sent: task id, its window
+        # what was sent: the real s at which it is due, 0.0: at once; task id; its window
+        self.queue: list[tuple[float, str, ClaimToken | None]] = []
+        self.debounced = [f"s{n}" for n in range(profile.sends) if draw.random() < 0.5]
+        drawn = {name: draw.choice(profile.rates) for name in "abc"} if profile.rates else {}
+        self.rates = {name: rate for name, rate in drawn.items() if rate is not None}
         for index in range(draw.choice(profile.clients)):
             self._add_process(index, guard)
         for node in self.nodes:
@@ -117,13 +123,18 @@ class Worker:
             return self._send() if draw() < 0.6 else self._end_window()
         resources, fencing = self._resources(), draw() < profile.fencing
         wait = self.random.choice((0.3, 5.0)) if self.patient else 0.0
-        limits = dict(zip("abc", profile.limits, strict=False))
+        limits, rates = dict(zip("abc", profile.limits, strict=False)), self.schedule.rates
         lock = self.process.redlock.lock(
             resources, ttl=TTL, wait=wait, renew=draw() < profile.renews, fencing=fencing,
             limit={name: limits[name] for name in resources} if limits else profile.limit,
+            rate={name: rates[name] for name in resources if name in rates} or None,
         )  # fmt: skip
+        if profile.holds and draw() < profile.holds:
+            lock._options = replace(lock._options, is_hold=True)
         if profile.runs:
             return self._delivery(lock)
+        if lock._options.rates:
+            return self._rated(lock, wait)
         try:
             with self.schedule.witness.waiting(self.process, wait, keys=len(resources)):
                 lock.acquire()
@@ -145,26 +156,32 @@ class Worker:
         schedule.world.counts["sends"] += 1
         task_id = f"m{schedule.world.counts['sends']}"
         name = f"s{self.random.randrange(schedule.profile.sends)}"
-        how = "replace" if draw() < 0.2 else "existing"
+        debounced = DEBOUNCED if name in schedule.debounced else {}
         options = TaskLockOptions(
-            **{**BUILT_IN, "ttl": TTL, "unique_until": "started", "on_duplicate": how}
+            **{**BUILT_IN, "ttl": TTL, "unique_until": "started", **debounced}
         )
-        claim = Claim(self.process.redlock.session, name, RunId(task_id, "t"), options, KEPT, 0.0)
+        claim = Claim(self.process.redlock.session, name, RunId(task_id, "t"), options, KEPT, KEPT)
+        began = schedule.world.now
+        due = [0.0]
 
         def publish(ticket: ClaimToken | None) -> None:
+            now = schedule.world.now
+            if debounced:
+                due[0] = now + claim.lasts * (1 + schedule.profile.drift)
             if ticket is not None:
-                lease = min(KEPT, max(SENDING_TTL, MIN_ROUNDS * NODE_TIMEOUT))
-                began = self.process.clock.since(ticket.ends_at - KEPT)
-                replaced = ticket.replaces.partition(":")[0]
-                witness.window_opened(claim, lease, began, replaced)
+                lease = min(claim.lasts, max(SENDING_TTL, MIN_ROUNDS * NODE_TIMEOUT))
+                opened = began - now
+                if not debounced:
+                    opened = self.process.clock.since(ticket.ends_at - KEPT)
+                replaces = ticket.replaces.partition(":")[0]
+                witness.window_opened(claim, lease, opened, replaces, began, due[0])
             self.process.clock.sleep(draw() * 0.1)
             if draw() < 0.1:
                 witness.window_ends(task_id)
                 raise OSError("no broker")
             witness.published(task_id)
-            schedule.queue.append((task_id, ticket))
+            schedule.queue.append((due[0], task_id, ticket))
 
-        began = schedule.world.now
         try:
             found = claim.send(publish)
         except (OSError, SoftTimeLimit):
@@ -175,13 +192,24 @@ class Worker:
         return draw() * 2 * self.pause
 
     def _end_window(self) -> float:
-        """Take a message and let its window end, as the beginning of its body does."""
+        """Take a message and let its window end, as the beginning of its body does.
+
+        One that is debounced is taken once it is due, and dropped if a later send has marked it.
+        """
         schedule, draw = self.schedule, self.random.random
-        if schedule.queue:
-            task_id, ticket = schedule.queue.pop(0)
-            if ticket is not None:
+        session = self.process.redlock.session
+        message = next((one for one in schedule.queue if one[0] <= schedule.world.now), None)
+        if message is not None:
+            schedule.queue.remove(message)
+            due, task_id, ticket = message
+            if ticket is not None and due:
+                ticket.mark_superseded(session, "t")
+                mark = completion_key("redlock", str(RunId(task_id, "t"))).encode()
+                if any(node.holder(mark) for node in schedule.nodes):
+                    schedule.witness.run_dropped(task_id)
+            elif ticket is not None:
                 schedule.witness.window_ends(task_id)
-                if ticket.release(self.process.redlock.session).wait():
+                if ticket.release(session).wait():
                     schedule.witness.window_over(task_id)
         return draw() * 2 * self.pause
 
@@ -209,6 +237,29 @@ class Worker:
             self.schedule.world.counts["dropped"] += 1
         finally:
             release_all(lock, ended=done)
+        return draw() * 2 * self.pause
+
+    def _rated(self, lock: Lock, wait: float) -> float:
+        """Run a body that takes starts of rates; returns the s after which to take another one."""
+        witness, draw, process = self.schedule.witness, self.random.random, self.process
+        rates = lock._options.rates or {}
+        follows = draw() < 0.8
+        before_starts = bool if follows else None  # nothing takes its time
+        lock._options = replace(lock._options, before_starts=before_starts)
+        try:
+            with witness.waiting(process, wait, keys=2 * len(lock._options.resources)):
+                lock.acquire()
+            if follows:
+                slack = min(rate.slack for rate in rates.values())
+                process.clock.sleep(slack * self.random.choice((0.0, 0.5, 0.9, 2.0)) * draw())
+                begin_body(lock)
+            self._section(lock)
+        except (LockTaken, QuorumUnreachable) as error:
+            release_all(lock)
+            witness.starts.refused(process)
+            return self._next(error.expires_in if isinstance(error, LockTaken) else None)
+        finally:
+            release_all(lock)
         return draw() * 2 * self.pause
 
     def _next(self, expires_in: float | None) -> float:

@@ -5,16 +5,19 @@ Messages arrive at once, on ways that are open; on a closed way they wait until 
 
 from __future__ import annotations
 
+import functools
 import random
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import hiredis
 
 from celery_redlock.errors import LockLost, NotAcquired
 from celery_redlock.lock.engine.acquirer import AlreadyCompletedError
-from celery_redlock.lock.lock import Lock, release_all
+from celery_redlock.lock.lock import Lock, begin_body, release_all
+from celery_redlock.lock.model.acquisition import Acquisition
 from celery_redlock.lock.model.keys import waiting_key
 from celery_redlock.lock.model.options import CompletionMarker, LockOptions, grace_period
 from tests.simulation.clients import Process, SoftTimeLimit, Subscriber
@@ -89,10 +92,13 @@ class Actor:
         """What it has acquired last, or tried to."""
         return self.locks[-1]
 
-    def _makes(self, resource: str | list[str], **terms: Any) -> Lock:
+    def _makes(self, resource: str | list[str], body_follows: bool = False, **terms: Any) -> Lock:
         terms = {"ttl": self._stage.ttl, "renew": False, **terms}
-        self.locks.append(self.process.redlock.lock(resource, **terms))
-        return self.lock
+        lock = self.process.redlock.lock(resource, **terms)
+        before_starts = bool if body_follows else None  # nothing takes its time
+        lock._options = replace(lock._options, before_starts=before_starts)
+        self.locks.append(lock)
+        return lock
 
     def _timed(self, task: Callable[[], object]) -> Actor:
         def timed() -> None:
@@ -128,6 +134,10 @@ class Actor:
         """Release what it has acquired last, as the end of its run."""
         return self._timed(lambda: release_all(self.lock, ended=True))
 
+    def begins(self) -> Actor:
+        """Begin the body under what it has acquired last, if its rates let it."""
+        return self._timed(functools.partial(begin_body, self.lock))
+
     def extends(self) -> Actor:
         """Renew what it has acquired last."""
         return self._timed(self.lock.extend)
@@ -136,6 +146,15 @@ class Actor:
         """Release what it has tried to acquire last, where it holds it."""
         lock = self.lock
         return self._timed(lambda: lock.release() if lock.held else None)
+
+    def gives_up(self, acquisition: Acquisition, after: float) -> Actor:
+        """Release what another thread of the process has acquired, after so many s."""
+
+        def task() -> None:
+            self.process.clock.sleep(after)
+            self.process.redlock.session.releaser.release(acquisition)
+
+        return self._do(task)
 
     def takes_turns(self, count: int, section: float, **terms: Any) -> Actor:
         """Wait for a lock, hold it for so many s, and release it, so many times."""

@@ -8,6 +8,7 @@ from celery import Celery
 
 from celery_redlock import (
     Backoff,
+    CallOptions,
     Contention,
     Lock,
     LockedTask,
@@ -15,6 +16,7 @@ from celery_redlock import (
     LockTaken,
     QuorumUnreachable,
     Redlock,
+    TaskOptions,
     current_lock,
     install,
 )
@@ -35,13 +37,58 @@ def take(sku: str) -> None:
 
 @app.task(bind=True, base=LockedTask, acks_late=True)
 def settle(self: LockedTask, order: int) -> None:
-    if self.lock is not None and not self.lock.held:
+    self.lock.ensure()
+    if not self.lock.held:
         raise LockLost(self.lock.resource, "why")
 
 
 @app.task(bind=True, base=LockedTask, lock_key=["account:{a}", "account:{b}"], lock_fencing=True)
 def transfer(self: LockedTask, a: str, b: str) -> int:
-    return 0 if self.lock is None else self.lock.fencing_token
+    return self.lock.fencing_token
+
+
+@app.task(
+    bind=True,
+    base=LockedTask,
+    **TaskOptions(lock_key="stock:{sku}", lock_ttl=30, lock_backoff={"first": 0.1, "cap": 5}),
+)
+def checked(self: LockedTask, sku: str) -> None:
+    left: float = self.lock.remaining
+    print(left)
+
+
+def account(task: LockedTask, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    return f"account:{args[0]}" if args else None
+
+
+def permits(task: Any, args: Any, kwargs: Any) -> dict[str, int]:
+    return {"account": 3}
+
+
+EACH = TaskOptions(
+    lock_key=account, lock_args=None, lock_ttl=30, lock_renew=False, lock_max_hold=None,
+    lock_wait=0.5, lock_on_conflict="skip", lock_backoff=Backoff(), lock_max_wait=60,
+    lock_on_give_up="skip", lock_on_lost="warn", lock_on_unreachable="run", lock_limit=permits,
+    lock_rate="10/s", lock_fencing=False, lock_unique_for=60, lock_unique_until="started",
+    lock_on_duplicate="fail", lock_debounce=30, lock_debounce_max=None,
+)  # fmt: skip
+KEYS = [
+    TaskOptions(lock_key=False),
+    TaskOptions(lock_key=None),
+    TaskOptions(lock_key=["account:{a}", "account:{b}"]),
+    TaskOptions(lock_key=("account:{a}", "account:{b}"), lock_limit={"account:{a}": 3}),
+    TaskOptions(lock_key=lambda task, args, kwargs: ["a", "b"]),
+    TaskOptions(lock_args=["sku"], lock_rate=(10, 60)),
+    TaskOptions(lock_rate={"account:{a}": "10/s", "account:{b}": (10, 60.0)}),
+]
+
+
+def send(task: LockedTask) -> None:
+    options = CallOptions(key=["a", "b"], args=None, backoff={"first": 1}, limit=2, wait=1)
+    task.apply_async(("sku",), lock=options)
+    task.apply_async(("sku",), lock=CallOptions(ttl=60, unique_for=None, key=False))
+    if not task.apply_async(("sku",)).is_duplicate:
+        print(task.lock_options(lock=CallOptions(ttl=40)))
 
 
 def told(task: LockedTask) -> str:
@@ -63,9 +110,22 @@ def decided(*args: str, **more: str) -> None: ...
 
 class Import(LockedTask):
     name = "import"
-    lock_key = ("customer",)
+    lock_key = ("customer:{customer}", "imports")
+    lock_ttl = 30
+    lock_unique_until = "started"
+    lock_limit = 2
 
     def run(self, customer: str) -> None: ...
+
+
+class ByCallable(LockedTask):
+    lock_key = staticmethod(account)
+    lock_on_conflict = staticmethod(decide)
+
+
+class Later(LockedTask):
+    lock_ttl: float = 0.5
+    lock_backoff = Backoff(cap=5)
 
 
 def without_celery() -> bool:
@@ -81,6 +141,14 @@ def without_celery() -> bool:
             print(token)
         redlock.trust()
         return lock.try_acquire()
+
+
+def write(lock: Lock, database: Any) -> None:
+    lock.confirm_in(database)
+
+
+async def write_async(task: LockedTask, session: Any) -> None:
+    await task.lock.confirm_in_async(session)
 
 
 def deferred(sender: Any = None, event: LockDeferredEvent | None = None, **_: Any) -> None:

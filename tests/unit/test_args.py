@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from typing import Any
 
@@ -88,8 +89,29 @@ class TestWhatIsWrong:
             plan(args=["{sku}"])
 
     def test_an_empty_name_of_a_queue_is_found_before_any_run(self) -> None:
-        with pytest.raises(SettingsError, match="none of them empty"):
+        with pytest.raises(SettingsError, match="an argument name must be a text, not empty"):
             plan({"redlock_queues": {"q": {"args": [""]}}})
+
+    @pytest.mark.parametrize(
+        ("options", "words"),
+        [
+            ({"lock": {"ttl": 30, "limit": 2}}, "at a task write lock_ttl=, lock_limit="),
+            ({"redlock_ttl": 30}, "did you mean lock_ttl?"),
+            ({"LOCK_TTL": 30}, "did you mean lock_ttl?"),
+            ({"lockkey": "a"}, "did you mean lock_key?"),
+            ({"ttl": 30, "TTL": 30, "clock_key": "a", "locked": True}, ""),
+        ],
+    )
+    def test_a_name_that_is_almost_an_option_is_refused_at_the_task(
+        self, options: dict[str, Any], words: str
+    ) -> None:
+        """`lock` of a class would replace the task's own lock, without a word."""
+        app = Celery("shop", broker="memory://", set_as_default=False)
+        app.conf.update(redlock_nodes=NODES)
+        app.task(base=LockedTask, shared=False, name="shop.t", **options)(take)
+        with pytest.raises(SettingsError) if words else contextlib.nullcontext() as refused:
+            app.finalize()
+        assert words in str(refused.value if refused else "")
 
     def test_an_unknown_argument_is_named_with_a_proposal_of_arguments(self) -> None:
         app = Celery("shop", broker="memory://", set_as_default=False)
@@ -98,7 +120,7 @@ class TestWhatIsWrong:
         meant = r"task 'shop.t': lock_args=\['skuu'\]: .*no argument 'skuu'; did you mean 'sku'"
         with pytest.raises(SettingsError, match=meant):
             app.finalize()
-        with pytest.raises(SettingsError, match=r"known are b, options, rest, sku\. See "):
+        with pytest.raises(SettingsError, match=r"known: b, options, rest, sku\. See "):
             plan(args=["xyzzy"])
 
     def test_an_apps_name_that_a_task_lacks_is_found_when_it_finalizes(self) -> None:
@@ -177,7 +199,7 @@ class TestOfTwoLevelsTheNearerDecidesBoth:
     def test_permits_are_checked_with_what_is_near(self) -> None:
         conf = {"redlock_key": ["x:{sku}", "y:{sku}"]}
         assert plan(conf, args=["sku"], limit=2).options_for("q").limit == 2
-        with pytest.raises(SettingsError, match="of one resource"):
+        with pytest.raises(SettingsError, match="to one resource"):
             plan({"redlock_args": []}, limit=2).check_call({"key": ["x", "y"]})
         plan(conf).check_call({"args": [], "limit": 2})
 

@@ -65,8 +65,8 @@ def test_what_cannot_be_meant_is_refused_by_name(fields: dict[str, Any], word: s
 @pytest.mark.parametrize(
     ("fields", "text"),
     [
-        ({"first": 1, "jitter": "none"}, "jitter='none': is no field: take first, cap, factor"),
-        ({1: 2, "x": 3}, "1=2: is no field"),
+        ({"first": 1, "jitter": "none"}, "jitter='none': is not a field: use first, cap, factor"),
+        ({1: 2, "x": 3}, "1=2: is not a field"),
     ],
 )
 def test_an_unknown_field_of_a_message_is_refused(fields: dict[Any, Any], text: str) -> None:

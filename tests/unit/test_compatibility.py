@@ -11,6 +11,7 @@ from pathlib import Path
 
 import billiard
 import celery
+import celery.beat
 import celery.worker.request
 import kombu
 import pytest
@@ -18,16 +19,17 @@ import redis
 
 import celery_redlock
 from celery_redlock import compatibility
+from celery_redlock.beat import WrappedScheduler
 from celery_redlock.tasks.worker_request import Request
 
 PACKAGE = Path(celery_redlock.__file__).parent
 SOURCES = [PACKAGE.parent / "celery_redlock_entry.py", *PACKAGE.rglob("*.py")]
-EVERY = (*compatibility.ANYWHERE, *compatibility.IN_WORKERS)
+EVERY = (*compatibility.ANYWHERE, *compatibility.IN_BEAT, *compatibility.IN_WORKERS)
 OTHERS = (celery, kombu, billiard, redis)
 # what their reference documents; `celery.worker.request` is for its names without an underscore
 PUBLIC = re.compile(
-    r"celery|celery\.(app|app\.registry|app\.task|bootsteps|exceptions|signals|states|worker)"
-    r"|celery\.worker\.(control|request|state)"
+    r"celery|celery\.(app|app\.registry|app\.task|beat|bootsteps|exceptions|signals|states|worker)"
+    r"|celery\.contrib\.django\.task|celery\.worker\.(control|request|state)"
     r"|kombu\.(common|entity|exceptions|messaging|pools|serialization)"
     r"|redis|redis\.(backoff|retry|sentinel)"
 )
@@ -40,8 +42,8 @@ NOT_THEIRS = {
 }
 # attributes that are set on objects of ours, or on a new ExceptionInfo
 NOT_REPLACED = {
-    *("app", "args", "capacity", "children", "eta", "exception", "limit", "lock", "release"),
-    *("traceback", "type", "wake"),
+    *("app", "args", "capacity", "children", "eta", "exception", "limit", "lock", "name"),
+    *("release", "traceback", "type", "wake"),
 }
 SKIPPED = {"asyncio", "commands", "contrib", "tests"}  # folders of theirs, to save time
 LOADED = "import celery.app.trace, celery.worker.control, celery.worker.request, redis\n"
@@ -172,9 +174,10 @@ def internal_imports(tree: ast.AST) -> Iterator[str]:
 
 
 def overridden() -> set[str]:
-    """Return the names of Celery's class of requests that ours has as well."""
-    theirs = set(dir(celery.worker.request.Request))
-    return {name for name in vars(Request) if name in theirs and not name.startswith("__")}
+    """Return the names of Celery's requests and schedulers that ours have as well."""
+    pairs = (celery.worker.request.Request, Request), (celery.beat.Scheduler, WrappedScheduler)
+    found = {name for theirs, ours in pairs for name in {*dir(theirs)} & {*vars(ours)}}
+    return {name for name in found if not name.startswith("__")}
 
 
 def test_the_list_has_each_private_name_that_the_package_uses_and_no_other_one() -> None:
@@ -210,4 +213,5 @@ def test_the_list_has_each_private_name_that_the_package_uses_and_no_other_one()
 
 def test_each_name_of_the_list_is_there_unless_it_is_optional() -> None:
     compatibility.check(compatibility.ANYWHERE)
+    compatibility.check(compatibility.IN_BEAT)
     compatibility.check(compatibility.IN_WORKERS)

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from celery_redlock import LockTaken, NotAcquired, QuorumUnreachable, SettingsError
+from celery_redlock import Backoff, LockTaken, NotAcquired, QuorumUnreachable, SettingsError
+from celery_redlock.errors import abstention_cause
 from celery_redlock.tasks.delivery.delivery import NEVER_DEFERRED, Deferral
 from celery_redlock.tasks.execution.deferral import (
     OF_REDELIVERIES,
@@ -202,3 +203,27 @@ def test_a_twin_looks_less_often_the_longer_it_waits() -> None:
         for tries in range(7)
     ]
     assert delays == [1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]
+
+
+@pytest.mark.parametrize(
+    ("expires_in", "cap", "countdown"), [(40.0, 300.0, 40.0), (4000.0, 300.0, 300.0)]
+)
+def test_a_message_whose_rate_is_used_up_waits_until_the_next_start(
+    expires_in: float, cap: float, countdown: float
+) -> None:
+    used_up = LockTaken("r", "", expires_in, rate="100/h")
+    assert countdown_of(OF_REDELIVERIES, 0, used_up, cap, lambda low, high: low) == countdown
+
+
+def test_a_message_waits_until_the_next_node_ends_its_grace_period() -> None:
+    """It is known to the second: forty-six messages that looked by themselves wrote 207 lines."""
+    waiting = [f"{node}: {abstention_cause(left)}" for node, left in (("a", 54.0), ("b", 59.0))]
+    of_all, of_some = (QuorumUnreachable("r", found, 2) for found in (waiting, [*waiting, "c: ?"]))
+    assert (of_all.votes_in, of_some.votes_in, AWAY.votes_in) == (54.0, None, None)
+    for backoff, cap, countdown in (
+        (Backoff(cap=60.0), 300.0, 54.0),
+        (Backoff(cap=60.0), 20.0, 20.0),
+        (Backoff(cap=30.0), 300.0, 30.0),
+    ):
+        assert countdown_of(backoff, 0, of_all, cap, lambda low, high: low) == countdown
+    assert countdown_of(OF_REDELIVERIES, 0, of_some, 300.0, lambda low, high: low) < 2.0

@@ -54,7 +54,8 @@ from celery_redlock.tasks.per_app import redlock_of
 STRANGE: dict[str, dict[str, Any]] = {
     "deferral": {
         "count": "3", "since": "yesterday", "at": "now", "countdown": "soon", "resource": 8,
-        "resources": None, "limit": "3", "is_taken": 1, "why": 5, "waits_for_release": None,
+        "resources": None, "limit": "3", "rate": 10, "is_taken": 1, "why": 5,
+        "waits_for_release": None,
     },
     "origin": {"exchange": 5, "routing_key": None, "queue": 6},
 }  # fmt: skip
@@ -207,6 +208,12 @@ def test_the_claim_of_a_send_goes_on_through_deferrals_redeliveries_and_retries(
         assert republished.unique == carried
         message = republished.to_message()
         assert LockHeader.of(request(message, retries=1)).unique == carried
+
+
+def test_a_retry_waits_for_its_own_countdown_and_not_for_that_of_its_debounced_send() -> None:
+    sent = LockHeader(id="1", deferral=Deferral(at=NOW, countdown=30.0)).to_message()
+    assert LockHeader.of(request(sent)).deferral == Deferral(at=NOW, countdown=30.0)
+    assert LockHeader.of(request(sent, retries=1)).deferral == Deferral()
 
 
 def test_a_child_that_inherits_its_parents_headers_does_not_inherit_the_lock_header() -> None:

@@ -443,8 +443,10 @@ def test_a_message_of_a_task_with_a_rate_limit_waits_for_its_rate_and_the_next_o
     worker.dispatcher.dispatch(first)
     assert worker.in_bucket == [first.request]
     assert worker.dispatcher.heads_to_run("a") == []
+    assert worker.dispatcher.unaccepted() == [first.request]
     worker.dispatcher.on_token(first.request)
     assert worker.applied == [("first", 0.0)]
+    assert worker.dispatcher.unaccepted() == []
     assert worker.dispatcher.heads_to_run("a") == [second]
 
 

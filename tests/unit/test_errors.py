@@ -43,7 +43,9 @@ ERRORS = [
     QuorumUnreachable("stock:7", ["10.0.0.1:6379: Connection refused"], 2, 1.0, 4),
     LockLost("stock:7", "another token took its key", True),
     NoRunError("shop.take"),
+    NoRunError("shop.take", True),
     DuplicateTask("stock:7", "3f2a"),
+    DuplicateTask("stock:7", "3f2a", 12.5),
 ]
 
 
@@ -115,7 +117,7 @@ def test_nodes_that_are_up_and_abstain_are_not_to_be_brought_back() -> None:
     ]
     text = str(QuorumUnreachable("r", abstaining, 2))
     assert "Bring" not in text
-    assert "a:1, b:2: grants no lock for 60 s more (restart guard)" in text
+    assert "a:1, b:2: grants no lock for 61 s more (restart guard)" in text
     assert "redlock trust" in text
     both = str(QuorumUnreachable("r", [abstaining[0], "c:3: refused"], 2))
     assert "Bring these nodes back: c:3: refused. New or restarted nodes wait: a:1: " in both

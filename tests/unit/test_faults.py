@@ -67,7 +67,7 @@ CONNECTIONS = [
     (False, "Connection closed by server"),
     (False, "[Errno 32] Broken pipe"),
     (False, "EOF occurred in violation of protocol (_ssl.c:2427)"),
-    (False, "an answer that nobody asked for"),
+    (False, "an unexpected answer"),
     (False, "closed in the middle of a command"),
     (True, "The previous master is now a slave"),
     (True, "Authentication required"),
@@ -126,7 +126,7 @@ def test_a_code_inside_a_longer_word_is_none(code: str) -> None:
         "NOSCRIPT No matching script. Please use EVAL.",
         "no answer within 0.2 s",
         "Error while reading from socket: (104, 'Connection reset by peer')",
-        "an answer that nobody asked for",
+        "an unexpected answer",
     ],
 )
 def test_what_is_unknown_or_ends_by_itself_has_no_hint(text: str) -> None:

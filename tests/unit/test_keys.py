@@ -79,17 +79,29 @@ def test_a_key_tells_its_resource_and_permit(resource: str, permit: int) -> None
     assert resource_of("p", lock_key("p", resource, permit)) == (resource, permit)
 
 
-@given(st.text())
-def test_who_and_since_when_come_back_out_of_the_value(label: str) -> None:
-    value = value_of(new_token(), 1_700_000_000_250, label, 30.0)
-    assert parts_of(value) == (label, 1_700_000_000.25, 30.0)
+@given(st.text(), st.integers(1, 1000))
+def test_who_since_when_and_of_how_many_come_back_out_of_the_value(label: str, limit: int) -> None:
+    value = value_of(new_token(), 1_700_000_000_250, label, 30.0, limit)
+    assert parts_of(value) == (label, 1_700_000_000.25, 30.0, limit)
 
 
 @pytest.mark.parametrize(
-    "value", ["something else", "a:b:c", "", "one:two", f"t:{'9' * 400}:x", f"t:{'9' * 5000}:x"]
+    ("value", "parts"),
+    [
+        ("t:1700000000250:x", ("x", 1_700_000_000.25, None, 1)),
+        ("t:1700000000250+30000:x", ("x", 1_700_000_000.25, 30.0, 1)),
+    ],
+)
+def test_an_older_value_tells_what_is_in_it(value: str, parts: tuple[object, ...]) -> None:
+    assert parts_of(value) == parts
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["something else", "a:b:c", "", "one:two", f"t:{'9' * 400}:x", f"t:{'9' * 5000}:x", "t:1+2/:x"],
 )
 def test_a_strangers_value_is_its_own_label_and_tells_no_time(value: str) -> None:
-    assert parts_of(value) == (value, None, None)
+    assert parts_of(value) == (value, None, None, 1)
 
 
 several = st.lists(st.text(alphabet="a:,'\" ", min_size=1, max_size=6), min_size=1, max_size=3)

@@ -10,7 +10,8 @@ from celery import Celery
 from kombu import Exchange, Queue
 
 from celery_redlock import LockedTask, SettingsError
-from celery_redlock.operate.lints import Lint, declared_queues, left_open, lint
+from celery_redlock.operate.lints import Lint, left_open, lint
+from celery_redlock.tasks.settings.levels import declared_queues
 
 NODES = ["redis://a", "redis://b", "redis://c"]
 App = Callable[[], Celery]
@@ -72,7 +73,7 @@ RETRIED = {"autoretry_for": (OSError,)}
 DIRECT = on_rabbitmq(a_queue("celery", "direct", "quorum"))
 PREFETCH = "worker_prefetch_multiplier"
 MINE = "task 'shop.f': lock_"
-TWO = {"key": "{queue}", "limit": 2}
+TWO, RATED = {"key": "{queue}", "limit": 2}, {"key": "{queue}", "rate": "9/m"}
 CASES: list[tuple[str, App, App, str, str]] = [
     ("a retry delay above the visibility timeout",
      partial(shop, ON_REDIS, task={**RETRIED, "default_retry_delay": 3601}),
@@ -115,13 +116,37 @@ CASES: list[tuple[str, App, App, str, str]] = [
      partial(shop, {"redlock_limit": 2, "redlock_key": "{task}"}), "warning",
      "app: redlock_limit"),
     ("permits of a queue for a key of the task's own",
+     partial(shop, {"redlock_queues": {"celery": {"limit": 2}}}, lock={"key": "{a}"}),
      partial(shop, {"redlock_queues": {"celery": TWO}}, lock={"key": "{a}"}),
-     partial(shop, {"redlock_queues": {"celery": TWO}}, lock={"key": "{a}", "limit": 2}),
      "warning", "queue 'celery': redlock_queues['celery']['limit']"),
     ("permits of the app for arguments of the task's own",
-     partial(shop, {"redlock_key": "{task}", "redlock_limit": 2}, lock={"args": ["a"]}),
-     partial(shop, {"redlock_key": "{task}", "redlock_limit": 2}), "warning",
+     partial(shop, {"redlock_limit": 2}, lock={"args": ["a"]}),
+     partial(shop, {"redlock_key": "{task}", "redlock_limit": 2}, lock={"args": ["a"]}), "warning",
      "app: redlock_limit"),
+    ("starts of each set of arguments", partial(shop, lock={"rate": "1/h"}),
+     partial(shop, lock={"rate": "1/h", "args": ["a"]}), "warning", f"{MINE}rate"),
+    ("starts of each set of arguments, in a queue that a call may name",
+     partial(shop, {"redlock_queues": {"partner-*": {"rate": "9/m"}}}),
+     partial(shop, {"redlock_queues": {"partner-*": RATED}}), "warning",
+     "queue 'partner-*': redlock_queues['partner-*']['rate']"),
+    ("starts for the app, of each set of arguments", partial(shop, {"redlock_rate": "9/m"}),
+     partial(shop, {"redlock_rate": "9/m", "redlock_key": "{task}"}), "warning",
+     "app: redlock_rate"),
+    ("starts of a queue for a key of the task's own",
+     partial(shop, {"redlock_queues": {"celery": {"rate": "9/m"}}}, lock={"key": "{a}"}),
+     partial(shop, {"redlock_queues": {"celery": RATED}}, lock={"key": "{a}"}),
+     "warning", "queue 'celery': redlock_queues['celery']['rate']"),
+    ("starts of the app for arguments of the task's own",
+     partial(shop, {"redlock_rate": "9/m"}, lock={"args": ["a"]}),
+     partial(shop, {"redlock_key": "{task}", "redlock_rate": "9/m"}, lock={"args": ["a"]}),
+     "warning",
+     "app: redlock_rate"),
+    ("an option without its prefix", partial(shop, task={"max_wait": 5}),
+     partial(shop, lock={"max_wait": 5}), "warning", "task 'shop.f': max_wait"),
+    ("what becomes of duplicates that are not looked for",
+     partial(shop, lock={"on_duplicate": "fail"}),
+     partial(shop, lock={"on_duplicate": "fail", "unique_for": 60}), "warning",
+     f"{MINE}on_duplicate"),
     ("early acknowledgement",
      partial(shop, task={"acks_late": False, "reject_on_worker_lost": False}), shop, "advice",
      "acks_late"),
@@ -393,6 +418,7 @@ def test_what_the_defaults_leave_open_is_told_in_one_line_each() -> None:
     [
         (shop, "app: redlock_nodes"),
         (partial(shop, {**ONE_NODE, "redlock_restart_guard": "strict"}), "app: redlock_nodes"),
+        (partial(shop, {"redlock_nodes": ["postgresql://a/b"]}), "app: redlock_nodes"),
         (partial(shop, lock={"max_wait": 60}), "max_wait, max_hold"),
         (partial(shop, lock={"max_hold": 60}), "max_wait, max_hold"),
         (partial(shop, task={"time_limit": 60.0}), "max_wait, max_hold"),
@@ -407,3 +433,14 @@ def test_what_the_user_has_decided_is_not_left_open(decided: App, what: str) -> 
 
 def test_an_app_without_locked_tasks_leaves_nothing_open() -> None:
     assert left_open(shop_of(ONE_NODE, {})) == ()
+
+
+def test_an_entry_after_a_glob_that_takes_its_tasks_is_told_from_one_without_tasks() -> None:
+    for entries, hint in (
+        ({"ven*": {}, "vendor.*": {"ttl": 20}}, "because 'ven*' comes first: name it before that"),
+        ({"vendor.*": {"ttl": 20}, "ven*": {}}, "because 'vendor.*' comes first"),
+        ({"vendor.*": {"ttl": 20}, "x*": {}}, "matches no task of this worker"),
+    ):
+        (one,) = lint(shop_of({"redlock_tasks": entries}, {}, unlocked="vendor.build"))
+        assert (one.setting, one.value) == ("app: redlock_tasks", repr([*entries][1]))
+        assert hint in one.hint

@@ -22,12 +22,10 @@ HERE: dict[str, tuple[str, tuple[int, int], str]] = {
     'lock_args=["a"]': (ALL, (1, 9), "defer"),
     'lock_args=["a", "c"]': (ALL, (1, 9), "defer"),
     "lock_args=[]": (ALONE, (9, 9), "defer"),
-    'lock_key="report"': ("report", (9, 9), "defer"),
     'lock_key=lambda task, args, kwargs: f"report:{args[0]}"': ("report:1", (1, 9), "defer"),
+    'lock_key="report", lock_rate="100/h"': ("report", (9, 9), "defer"),
     'lock_key="stock:{sku}"': ("stock:s", (9, 9), "defer"),
     'lock_key="stock:{sku}", lock_wait=5': ("stock:s", (9, 9), "defer"),
-    "lock_max_hold=120": (ALL, (1, 2), "defer"),
-    'lock_on_conflict="fail"': (ALL, (1, 2), "fail"),
     'lock_on_conflict="skip"': (ALL, (1, 2), "skip"),
     '@shared_task(base=LockedTask, lock_on_conflict="skip")': (ALL, (1, 2), "skip"),
     '@app.task(base=LockedTask, lock_on_conflict="skip")': (ALL, (1, 2), "skip"),
@@ -35,14 +33,16 @@ HERE: dict[str, tuple[str, tuple[int, int], str]] = {
 }
 # by spelling: until when a send is one with an earlier one, and what a second one does until then
 AT_THE_SEND = {
+    "lock_unique_for=60": ("finished", "existing"),
+    "lock_unique_for=120": ("finished", "existing"),
     "lock_unique_for=3600": ("finished", "existing"),
     'lock_unique_for=3600, lock_on_duplicate="fail"': ("finished", "fail"),
-    'lock_unique_for=3600, lock_on_duplicate="replace"': ("finished", "replace"),
     'lock_unique_for=3600, lock_unique_until="started"': ("started", "existing"),
     'lock_unique_for=3600, lock_unique_until="expired"': ("expired", "existing"),
     '@shared_task(base=LockedTask, lock_unique_for=3600, lock_unique_until="started", '
     'lock_on_conflict="skip")': ("started", "existing"),
 }
+DEBOUNCED = "lock_debounce=3600"
 FREE, IN_A_BODY = "lock_key=False", 'with redlock.lock("ledger", wait=5):'
 
 
@@ -59,7 +59,7 @@ def task_of(spelling: str) -> Any:
 
 
 def test_every_spelling_of_the_guide_is_told_of_here() -> None:
-    assert {*HERE, *AT_THE_SEND, FREE, IN_A_BODY} == SPELLINGS
+    assert {*HERE, *AT_THE_SEND, DEBOUNCED, FREE, IN_A_BODY} == SPELLINGS
 
 
 @pytest.mark.parametrize("spelling", HERE)
@@ -76,10 +76,12 @@ def test_a_spelling_makes_the_resource_and_the_end_of_a_refused_run(spelling: st
 def test_a_spelling_makes_the_window_of_a_send(spelling: str) -> None:
     options = task_of(spelling).lock_options()
     told = tuple(options[name].value for name in ("unique_until", "on_duplicate"))
-    assert (options["unique_for"].value, told) == (3600, AT_THE_SEND[spelling])
+    seconds = re.findall(r"lock_unique_for=(\d+)", spelling)
+    assert ([f"{options['unique_for'].value:g}"], told) == (seconds, AT_THE_SEND[spelling])
 
 
-def test_the_other_spellings_take_no_lock_and_one_in_a_body() -> None:
+def test_the_other_spellings_debounce_a_send_take_no_lock_and_one_in_a_body() -> None:
+    assert task_of(DEBOUNCED).lock_options()["debounce"].value == 3600
     assert task_of(FREE).lock_options()["key"].value is False
     with Redlock(["redis://127.0.0.1:1"]) as redlock:
         lock = eval(IN_A_BODY.removeprefix("with ").removesuffix(":"), {"redlock": redlock})

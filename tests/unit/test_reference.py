@@ -69,7 +69,7 @@ def test_a_page_has_each_name_with_its_default_in_the_order_of_the_table(
 @pytest.mark.parametrize("name", OPTION)
 def test_an_option_is_shown_as_each_level_writes_it(name: str) -> None:
     lines = " ".join(OPTIONS_PAGE.sections[name].split())
-    levels = f"- **Set as:** `lock_{name}` (task), `redlock_{name}` (app), `{name}` (call, queue)"
+    levels = f"- **Set as:** `lock_{name}`, `redlock_{name}`, `{name}`"
     assert levels in lines
     takes_callables = "a callable at task and app level only" in lines
     assert takes_callables == (name in ("key", "on_conflict", "limit"))
@@ -79,9 +79,8 @@ def tasks_of(example: str) -> list[Any]:
     """Return the tasks of an example, declared in an app of their own."""
     app = Celery("shop", broker="memory://", set_as_current=False)
     app.conf.redlock_nodes = NODES
-    imports = "from celery import shared_task\n"
-    assert example.startswith(imports)
-    exec(example.replace(imports, ""), {"shared_task": functools.partial(app.task, shared=False)})
+    names = {"shared_task": functools.partial(app.task, shared=False)}
+    exec(example, {"Backoff": Backoff, "LockedTask": LockedTask, **names})
     app.finalize()
     return [task for task in app.tasks.values() if isinstance(task, LockedTask)]
 

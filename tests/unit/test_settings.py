@@ -18,6 +18,7 @@ from redis.sentinel import Sentinel
 
 from celery_redlock import Backoff, LockedTask, SettingsError
 from celery_redlock.lock.model.keys import in_order
+from celery_redlock.lock.model.rate import Rate
 from celery_redlock.lock.validation import check_nodes
 from celery_redlock.tasks.per_app import settings_of
 from celery_redlock.tasks.settings.app import APP_SETTING, AppSettings, OptionSource, pattern_for
@@ -99,9 +100,11 @@ FOUR: dict[str, list[Any]] = {
     "backoff": [Backoff(n, 9) for n in (1, 2, 3, 4)], "max_wait": [1, 2, None, 4],
     "on_give_up": ["skip", "fail", "skip", "fail"], "on_lost": ["warn", "abort", "warn", "abort"],
     "on_unreachable": ["run", "fail", "defer", "run"], "limit": [2, 3, 4, 5],
+    "rate": ["2/s", "3/m", None, "5/90.5 s"],
     "fencing": [True, False, True, False], "unique_for": [1, 2, None, 4],
     "unique_until": ["started", "expired", "finished", "started"],
-    "on_duplicate": ["fail", "replace", "existing", "fail"],
+    "on_duplicate": ["fail", "existing", "fail", "existing"],
+    "debounce": [1, 2, None, 4], "debounce_max": [1, 2, None, 4],
 }  # fmt: skip
 
 
@@ -162,13 +165,14 @@ class TestOptionsThatAMessageMayCarry:
         with pytest.raises(SettingsError, match="app: redlock_call_options="):
             plan({"redlock_call_options": value})
 
-    def test_what_a_call_changes_of_key_args_or_limit_is_told(self) -> None:
+    def test_what_a_call_changes_of_what_is_excluded_is_told(self) -> None:
         made = plan(key="k:{a}")
         for carried, changed in (
             ({"key": False}, {"key": False}),
             ({"args": ["a"]}, {"key": None, "args": ("a",)}),
             ({"limit": 3, "wait": 9}, {"limit": 3}),
-            ({"key": "k:{a}", "limit": 1, "ttl": 9}, {}),
+            ({"rate": [3, 60], "wait": 9}, {"rate": "3/m"}),
+            ({"key": "k:{a}", "limit": 1, "rate": None, "ttl": 9}, {}),
         ):
             assert made.overridden("q", made.options_for("q", carried)) == changed
 
@@ -211,10 +215,18 @@ WRONG: dict[str, list[Any]] = {
     "on_lost": ["ignore"],
     "on_unreachable": ["skip"],
     "limit": [0, 1.5, True, None, 1001],
+    "rate": [
+        0, 5, True, "", "10", "/s", "10/w", "10/ms", "0/s", "-1/s", "1.5/s", "1001/h", "1e3/h",
+        "10/0.5 s", "10/86401 s", [10], [10, 0.5], [10, 86_401], [0, 60], [1.5, 60], [True, 60],
+        [1001, 60], ["10", 60], [10, "60"], [10, NAN], [10, True], b"10/s",
+        {"x:{a}": 5}, {"x:{a}": None}, {"x:{a}": "0/s"}, {"x:{a}": [10, 60, 1]},
+    ],
     "fencing": [1, None],
     "unique_for": [0, "60", True, 1e300],
     "unique_until": ["end", None],
-    "on_duplicate": ["skip"],
+    "on_duplicate": ["skip", "replace"],
+    "debounce": [0, "60", True, 1e300],
+    "debounce_max": [0, "60", True, 1e300],
     "key": [
         7, [], "", ["x:{a}", ""], ["x:{a}", 7], "stock:{nope}", ["stock:{a}", "stock:{nope}"],
         "stock:{a.b}", "stock:{a", "stock:{}", "{a:>1000}", "{a:.1000f}", "{a:{b:>1000}}",
@@ -246,6 +258,8 @@ class TestWrongSettings:
             ("key", "x" * 1025),
             ("key", ["x", "\u20ac" * 342]),
             ("backoff", {"first": 10**400}),
+            ("rate", [10, 10**400]),
+            ("rate", {"k" * 5000: "5/s"}),
             ("x" * 5000, 1),
         ],
     )
@@ -293,6 +307,33 @@ class TestWrongSettings:
             plan({"redlock_queues": {"q": {name: "fail"}}})
         with pytest.raises(SettingsError, match=f"'{name}'.*did you mean '{on}'"):
             plan().check_call({name: "fail"})
+
+    def test_a_value_that_was_taken_out_says_what_to_take_instead(self) -> None:
+        for written, use in (
+            ("app: redlock_on_duplicate=", lambda: plan({"redlock_on_duplicate": "replace"})),
+            ("lock_on_duplicate='replace'", lambda: plan(on_duplicate="replace")),
+            ("call: lock=", lambda: plan().check_call({"on_duplicate": "replace"})),
+        ):
+            with pytest.raises(
+                SettingsError, match=r"the option debounce, .*lock_debounce=30"
+            ) as it:
+                use()
+            assert str(it.value).startswith(written) or written in str(it.value)
+
+    def test_what_contradicts_a_debounce_is_refused(self) -> None:
+        twice, late = r'unique_for=9.*lock=\{"debounce": None\}', "debounce_max=3.*debounce=4"
+        for match, conf, lock in (
+            (twice, {}, {"unique_for": 9, "debounce": 4}),
+            (twice, {"redlock_unique_for": 9}, {"debounce": 4}),
+            (late, {}, {"debounce": 4, "debounce_max": 3}),
+            ("counts sends by the lock's key", {}, {"debounce": 4, "key": False}),
+        ):
+            with pytest.raises(SettingsError, match=match):
+                plan(conf, **lock)
+        with pytest.raises(SettingsError, match=r"call.*unique_for=9"):
+            plan(debounce=4).check_call({"unique_for": 9})
+        assert plan({"redlock_unique_for": 9}, unique_for=None, debounce=4).may_be_unique
+        assert plan(debounce=4).check_call({"unique_for": 9, "debounce": None})
 
     def test_one_that_was_taken_out_says_what_to_take_instead(self) -> None:
         for written, use in (
@@ -358,9 +399,9 @@ class TestWrongSettings:
 
     @pytest.mark.parametrize("value", [lambda task, args, kwargs: "x"])
     def test_a_callable_does_not_stand_in_a_queue_or_a_call(self, value: Any) -> None:
-        with pytest.raises(SettingsError, match="callables stand at task and app level only"):
+        with pytest.raises(SettingsError, match="a callable is allowed at task and app level only"):
             plan({"redlock_queues": {"q": {"key": value}}})
-        with pytest.raises(SettingsError, match="callables stand at task and app level only"):
+        with pytest.raises(SettingsError, match="a callable is allowed at task and app level only"):
             plan().options_for("q", {"on_conflict": value})
 
     @pytest.mark.parametrize(
@@ -466,11 +507,11 @@ class TestOptionsThatExcludeEachOther:
         ("conf", "lock", "words"),
         [
             ({}, {"limit": 3, "fencing": True}, "no fencing tokens"),
-            ({}, {"limit": 3, "key": SEVERAL}, "of one resource"),
+            ({}, {"limit": 3, "key": SEVERAL}, "to one resource"),
             ({"redlock_limit": 3}, {"fencing": True}, "no fencing tokens"),
             ({"redlock_fencing": True}, {"limit": 3}, "no fencing tokens"),
-            ({"redlock_limit": 3}, {"key": SEVERAL}, "of one resource"),
-            ({"redlock_key": ["a:{a}", "b:{b}"]}, {"limit": 3}, "of one resource"),
+            ({"redlock_limit": 3}, {"key": SEVERAL}, "to one resource"),
+            ({"redlock_key": ["a:{a}", "b:{b}"]}, {"limit": 3}, "to one resource"),
         ],
     )
     def test_they_are_found_across_the_levels_when_the_task_is_compiled(
@@ -500,7 +541,7 @@ class TestOptionsThatExcludeEachOther:
     def test_a_callable_that_returns_several_resources_excludes_permits_too(self) -> None:
         made = plan(limit=2, key=lambda task, args, kwargs: [f"x:{arg}" for arg in args])
         assert resource(made, 1) == resource(made, 1, 1) == "x:1"
-        with pytest.raises(SettingsError, match=r"task 'shop.f': limit=2: .*of one resource"):
+        with pytest.raises(SettingsError, match=r"task 'shop.f': limit=2: .*to one resource"):
             resources(made, 1, 2)
 
 
@@ -511,6 +552,26 @@ TEN = {"clinic:{b}": 10}
 def limits(made: TaskLockConfig, *args: Any, call: Any = None) -> dict[str, int] | None:
     options, this = made.options_for("celery", call), TaskCall("the task", args, {}, "celery")
     return made.limits(options, this, made.resources(options, this))
+
+
+@pytest.mark.parametrize("name", ["redlock_key", "lock"])
+@pytest.mark.parametrize(("option", "value", "usual"), [("limit", 2, 1), ("rate", "9/m", None)])
+def test_what_a_queue_counts_by_its_own_key_counts_no_run_with_another_key(
+    name: str, option: str, value: Any, usual: Any
+) -> None:
+    """Two runs of one sku at once: a queue with a limit of two had ended the task's exclusion."""
+    queues = {"redlock_queues": {"celery": {"key": "{queue}", option: value}}}
+    assert vars(plan(queues).options_for("celery"))[option] == value
+    own = plan(queues, key="stock:{a}")
+    assert vars(own.options_for("celery"))[option] == usual
+    assert own.effective_options("celery")[option].source.level == "built-in"
+    by_call = plan(queues, args=["a"]) if name == "lock" else plan({**queues, name: "x"})
+    seen = by_call.options_for("celery", {"key": "stock:{a}"})
+    assert vars(seen)[option] == usual
+    of_app = {"redlock_key": "all", f"redlock_{option}": value}
+    assert vars(plan(of_app).options_for("celery"))[option] == value
+    assert vars(plan(of_app, key="stock:{a}").options_for("celery"))[option] == usual
+    assert vars(plan({f"redlock_{option}": value}, key="a").options_for("celery"))[option] == value
 
 
 class TestLimitsPerKey:
@@ -559,7 +620,7 @@ class TestLimitsPerKey:
         [
             (0, "from 1 to 1000"), (1001, "from 1 to 1000"), (None, "from 1 to 1000"),
             (True, "from 1 to 1000"), ({"clinic:{b}": 1.5}, "from 1 to 1000"),
-            (2, "of one resource"), ({"clinic:x": 2}, "'clinic:x' is not in the key"),
+            (2, "to one resource"), ({"clinic:x": 2}, "'clinic:x' is not in the key"),
         ],
     )  # fmt: skip
     def test_what_a_callable_must_not_return_ends_the_run(self, returned: Any, words: str) -> None:
@@ -583,8 +644,8 @@ class TestLimitsPerKey:
             ({"key": CLINIC, "limit": {"clinic:{b}": 1001}}, "from 1 to 1000"),
             ({"key": CLINIC, "limit": 2}, r"name it, as \{'doctor:\{a\}': 2\}"),
             ({"key": CLINIC, "limit": TEN, "fencing": True}, "no fencing tokens"),
-            ({"limit": {"{task}": 2}}, "none that a mapping can name"),
-            ({"key": lambda *_: "a", "limit": {"a": 2}}, "none that a mapping can name"),
+            ({"limit": {"{task}": 2}}, "which has no templates"),
+            ({"key": lambda *_: "a", "limit": {"a": 2}}, "which has no templates"),
         ],
     )
     def test_wrong_ones_are_found_when_the_task_is_compiled(
@@ -640,6 +701,151 @@ class TestLimitsPerKey:
         assert ordered == (*plain, *in_order(above))
 
 
+def rates(made: TaskLockConfig, *args: Any, call: Any = None) -> dict[str, Rate] | None:
+    options, this = made.options_for("celery", call), TaskCall("the task", args, {}, "celery")
+    return made.rates(options, made.resources(options, this))
+
+
+HUNDRED = Rate(100, 3600.0)
+
+
+class TestRates:
+    @pytest.mark.parametrize(
+        ("written", "starts", "period"),
+        [
+            ("10/s", 10, 1), ("100/m", 100, 60), (" 100/h ", 100, 3600), ("5/d", 5, 86_400),
+            ("3/2.5 s", 3, 2.5), ((100, 3600), 100, 3600), ([7, 90.25], 7, 90.25),
+            (Rate(1000, 1), 1000, 1), ((1, 86_399.999_999), 1, 86_399.999_999),
+        ],
+    )  # fmt: skip
+    def test_each_notation_is_one_rate_also_after_a_message(
+        self, written: Any, starts: int, period: float
+    ) -> None:
+        rate = Rate(starts, period)
+        assert rates(plan(key="k:{a}", rate=written), 7) == {"k:7": rate}
+        carried = loads(dumps(plan(key="k:{a}").check_call({"rate": written})))
+        assert rates(plan(key="k:{a}"), 7, call=carried) == {"k:7": rate}
+        mapped = loads(dumps(plan(key="k:{a}").check_call({"rate": {"k:{a}": written}})))
+        assert rates(plan(key="k:{a}"), 7, call=mapped) == {"k:7": rate}
+        text = plan(rate=written).options_for("q").rate
+        assert isinstance(text, str)
+        assert Rate.parse(text) == rate
+
+    def test_it_stands_beside_a_limit_at_each_level(self) -> None:
+        made = plan({"redlock_rate": "100/h", "redlock_limit": 3}, key="k:{a}")
+        assert (rates(made, 7), limits(made, 7)) == ({"k:7": HUNDRED}, {"k:7": 3})
+        entry = {"key": "{queue}", "limit": 2, "rate": "100/h"}
+        made = plan({"redlock_queues": {"celery": entry}})
+        assert (rates(made, 7), limits(made, 7)) == ({"celery": HUNDRED}, {"celery": 2})
+        made = plan(key=lambda *_: "k", limit=lambda *_: 2, rate="100/h")
+        assert (rates(made, 7), limits(made, 7)) == ({"k": HUNDRED}, {"k": 2})
+        call = {"rate": "2/s", "limit": 4}
+        assert rates(made, 7, call={"rate": "2/s"}) == {"k": Rate(2, 1)}
+        made = plan(key="k:{a}", fencing=True, rate="1/d")
+        assert rates(made, 7, call={"rate": "2/s"}) == {"k:7": Rate(2, 1)}
+        made = plan({"redlock_rate": "1/d"}, key="k:{a}")
+        assert (rates(made, 7, call=call), limits(made, 7, call=call)) == (
+            {"k:7": Rate(2, 1)}, {"k:7": 4},
+        )  # fmt: skip
+        assert rates(plan(rate="100/h", args=[]), 7) == {"shop.f:any-arguments": HUNDRED}
+
+    def test_without_a_rate_or_a_key_there_is_none(self) -> None:
+        assert rates(plan(key="k:{a}"), 7) is None
+        assert rates(plan({"redlock_rate": "100/h"}, key="k:{a}", rate=None), 7) is None
+        assert rates(plan(key="k:{a}", rate={}), 7) is None
+        assert rates(plan({"redlock_rate": "100/h"}, key=False), 7) is None
+        assert rates(plan({"redlock_rate": {"k:{a}": "100/h"}}, key=False), 7) is None
+        assert rates(plan(key="k:{a}", rate="100/h"), 7, call={"key": False}) is None
+
+    def test_a_mapping_gives_the_templates_that_it_names_their_rates(self) -> None:
+        made = plan(key=CLINIC, rate=MappingProxyType({"clinic:{b}": (100, 3600)}))
+        assert rates(made, 7, "x") == {"clinic:x": HUNDRED}
+        made = plan({"redlock_rate": dict.fromkeys(CLINIC, "100/h")}, key=CLINIC)
+        assert rates(made, 7, "x") == {"doctor:7": HUNDRED, "clinic:x": HUNDRED}
+
+    @pytest.mark.parametrize("first", ["k:{a}", "k:{b}"])
+    def test_two_templates_that_give_one_resource_have_one_rate(self, first: str) -> None:
+        second = {"k:{a}": "k:{b}", "k:{b}": "k:{a}"}[first]
+        made = plan(key=("k:{a}", "k:{b}"), rate={first: "10/s", second: "500/m"})
+        with pytest.raises(SettingsError, match="'k:x' has two rates for these arguments"):
+            rates(made, "x", "x")
+        made = plan(key=("k:{a}", "k:{b}"), rate={first: "10/s", second: "10/s"})
+        assert rates(made, "x", "x") == {"k:x": Rate(10, 1)}
+        made = plan(key=("k:{a}", "k:{b}"), rate={first: "10/s"})
+        assert rates(made, "x", "x") == {"k:x": Rate(10, 1)}
+
+    @pytest.mark.parametrize(
+        ("lock", "words"),
+        [
+            ({"key": CLINIC, "rate": "100/h"}, r"name it, as \{'doctor:\{a\}': '100/h'\}"),
+            ({"key": CLINIC, "rate": {"clinic": "100/h"}}, "'clinic' is not in the key, whose"),
+            ({"key": CLINIC, "rate": {7: "100/h"}}, "7 is not in the key"),
+            ({"key": CLINIC, "rate": {"clinic:{b}": "1001/h"}}, "token bucket"),
+            ({"key": CLINIC, "rate": {"clinic:{b}": "0/h"}}, "one start at least"),
+            ({"key": CLINIC, "rate": {"clinic:{b}": (3, 86_401)}}, "to 86400 seconds, a day"),
+            ({"rate": {"{task}": "100/h"}}, "which has no templates"),
+            ({"key": lambda *_: "a", "rate": {"a": "100/h"}}, "which has no templates"),
+            ({"key": False, "rate": "100/h"}, "limits the starts of the lock's key, and key=Fal"),
+            ({"key": False, "rate": {"a": "100/h"}}, "limits the starts of the lock's key"),
+        ],
+    )  # fmt: skip
+    def test_wrong_ones_are_found_when_the_task_is_compiled(
+        self, lock: dict[str, Any], words: str
+    ) -> None:
+        with pytest.raises(SettingsError, match=words) as caught:
+            plan(**lock)
+        assert caught.value.name in ("rate", "lock_rate")
+        assert "task 'shop.f'" in caught.value.level
+
+    @pytest.mark.parametrize(
+        ("conf", "named"),
+        [
+            ({"redlock_rate": "100/w"}, "app: redlock_rate='100/w'"),
+            ({"redlock_key": CLINIC, "redlock_rate": "100/h"}, "app: rate='100/h'"),
+            ({"redlock_queues": {"q": {"rate": 5}}}, "queue 'q': redlock_queues['q']['rate']=5"),
+            (
+                {"redlock_queues": {"q": {"key": "a", "rate": {"b": "1/s"}}}},
+                "queue 'q': rate={'b': '1/s'}",
+            ),
+            (
+                {"redlock_tasks": {"v": {"rate": lambda *_: 1}}},
+                "task 'v': redlock_tasks['v']['rate']=<function",
+            ),
+        ],
+    )
+    def test_wrong_ones_of_other_levels_are_found_as_the_app_is_read(
+        self, conf: dict[str, Any], named: str
+    ) -> None:
+        with pytest.raises(SettingsError) as caught:
+            read_app(conf)
+        assert str(caught.value).startswith(named)
+
+    def test_one_of_the_app_beside_several_keys_of_a_task_is_an_error_there(self) -> None:
+        with pytest.raises(SettingsError, match=r"task 'shop.f': rate='100/h': .*one resource"):
+            plan({"redlock_rate": "100/h"}, key=CLINIC)
+        made = plan({"redlock_queues": {"narrow": {"rate": "100/h"}}}, key=CLINIC)
+        with pytest.raises(SettingsError, match=r"task 'shop.f' in queue 'narrow': rate='100/h'"):
+            made.options_for("narrow")
+
+    def test_those_of_a_call_are_found_at_the_call_and_in_its_message(self) -> None:
+        for call, words in (
+            ({"rate": "100/w"}, r"call: lock=\{'rate'\}='100/w': must be a text as"),
+            ({"rate": lambda *_: "1/s"}, "task and app level only"),
+            ({"rate": "100/h", "key": list(CLINIC)}, "call: rate='100/h': one rate applies to one"),
+            ({"rate": {"clinic:{b}": "100/h"}}, r"call: rate=.*'clinic:\{b\}' is not in the key"),
+        ):
+            made = plan(key="k:{a}")
+            for use in (made.check_call, lambda options, of=made: of.options_for("q", options)):
+                with pytest.raises(SettingsError, match=words):
+                    use(call)
+
+    def test_a_callable_key_that_returns_several_resources_excludes_one_rate(self) -> None:
+        made = plan(rate="100/h", key=lambda task, args, kwargs: [f"x:{arg}" for arg in args])
+        assert rates(made, 1) == rates(made, 1, 1) == {"x:1": HUNDRED}
+        with pytest.raises(SettingsError, match=r"task 'shop.f': rate='100/h': .*to one resource"):
+            resources(made, 1, 2)
+
+
 class TestSentinels:
     def test_two_groups_that_use_one_service_name_are_two_nodes(self) -> None:
         groups = ["sentinel://:s3cret@a:1,b:2/locks", "sentinel://c:1/locks"]
@@ -661,7 +867,7 @@ class TestSentinels:
             ("ssl=true&ssl_ca_cert=/ca.pem", "'ssl_ca_cert'.*did you mean 'ssl_ca_certs'"),
             ("ssl_ca_certs=/ca.pem", "'ssl_ca_certs' without ssl=true"),
             ("ssl=false&ssl_cert_reqs=none", "'ssl_cert_reqs' without ssl=true"),
-            ("socket_timeout=3", "'socket_timeout'.*known are db, "),
+            ("socket_timeout=3", "'socket_timeout'.*known: db, "),
             ("password=", "'password' without a value"),
             ("db=first", "not a URL of a node"),
             ("true", "not a URL of a node"),
@@ -857,7 +1063,11 @@ class TestKeys:
         made = plan(key=lambda task, args, kwargs: [f"account:{account}" for account in args])
         assert set(resources(made, "b", "a", "b")) == {"account:a", "account:b"}
 
-    @pytest.mark.parametrize("returned", [None, 7, "", [], ["a", ""], ["a", 7]])
+    def test_a_callable_that_returns_none_takes_no_lock(self) -> None:
+        made = plan(key=lambda task, args, kwargs: None)
+        assert resources(made, 1) == ()
+
+    @pytest.mark.parametrize("returned", [7, "", [], ["a", ""], ["a", 7], [None], False])
     def test_a_callable_that_returns_no_text_is_an_error(self, returned: Any) -> None:
         with pytest.raises(SettingsError, match="must return a text"):
             resource(plan(key=lambda task, args, kwargs: returned), 1)

@@ -24,7 +24,7 @@ from celery_redlock.lock.platform.clock import Platform, SystemClock
 from celery_redlock.signals import LockDeferredEvent, lock_deferred
 from celery_redlock.tasks.delivery.delivery import HEADER, Deferral, LockHeader, utc_now
 from celery_redlock.tasks.execution.outcomes import Deferred, defer_untried
-from celery_redlock.tasks.waiting.queues import WaitingTimes
+from celery_redlock.tasks.waiting.queues import QueueKey, WaitingTimes
 from celery_redlock.tasks.waiting.room import WaitingRoom
 from tests.conftest import eventually
 
@@ -234,14 +234,14 @@ def test_a_refusal_says_what_is_left_of_the_lease(
 ) -> None:
     worker.refuse("k:held", expires_in=lease)
     worker.clock.time += 0.5
-    refusal = worker.room.refusal_of(A_REQUEST, {"k:held": 1})
+    refusal = worker.room.refusal_of(A_REQUEST, [QueueKey("k:held", 1)])
     assert refusal is not None
     assert (refusal.resource, refusal.holder, refusal.expires_in) == ("k:held", HOLDER, left)
 
 
 def test_a_run_for_which_no_quorum_voted_says_nothing_of_its_lock(worker: Worker) -> None:
     worker.refuse("k:other", is_taken=False)
-    assert worker.room.refusal_of(A_REQUEST, {"k:other": 1}) is None
+    assert worker.room.refusal_of(A_REQUEST, [QueueKey("k:other", 1)]) is None
 
 
 @pytest.mark.parametrize(

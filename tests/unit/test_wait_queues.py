@@ -192,13 +192,13 @@ def test_an_eviction_keeps_the_order_of_those_that_stay(
         each.waits_for_release = waits
         queues.add(each)
     while (evicted := queues.last_of_longest()) is not None:
-        queue = queues.on(evicted.queue.resource)
+        queue = queues.on(evicted.queue.name)
         longest = max((queues.on(resource) for resource in "ab"), key=len)
         assert len(queue) == len(longest) or not any(w.waits_for_release for w in longest)
         behind = queue[queue.index(evicted) + 1 :]
         assert not [each for each in behind if each.waits_for_release]
         queues.remove(evicted, 0.0)
-        assert queues.on(evicted.queue.resource) == [w for w in queue if w is not evicted]
+        assert queues.on(evicted.queue.name) == [w for w in queue if w is not evicted]
     assert queues.waiting_for_release == 0
 
 
@@ -246,7 +246,8 @@ class Queues(RuleBasedStateMachine):
             seconds = self.queues.retry_in(following, self.now)
             left = max(0.0, following.deadline - self.now)
             rounding = 1e-9  # a difference of two floats
-            assert min(RETRY_NEXT_AFTER, left) <= seconds <= min(AT_MOST, left) + rounding
+            least = RETRY_NEXT_AFTER if following.queue.limit == 1 else TIMES.ask_next_after
+            assert min(least, left) - rounding <= seconds <= min(AT_MOST, left) + rounding
 
     @rule()
     def forget_empty(self) -> None:
@@ -261,7 +262,7 @@ class Queues(RuleBasedStateMachine):
         found = [each for resource in "ab" for each in self.queues.on(resource)]
         assert sorted(found) == sorted(self.here)
         assert all(self.queues.of(each.request) is each for each in self.here)
-        assert {each.queue.resource for each in self.here} <= self.queues.resources()
+        assert {each.queue.name for each in self.here} <= self.queues.resources()
         waiting = [each for each in self.here if each.waits_for_release]
         assert self.queues.waiting_for_release == len(waiting)
 
@@ -270,7 +271,7 @@ class Queues(RuleBasedStateMachine):
         heads = [each for resource in "ab" for each in self.queues.heads(resource)]
         assert sorted(heads) == sorted({self.queue_of(each)[0] for each in self.here})
         for each in self.here:
-            in_order = [w for w in self.queues.on(each.queue.resource) if w.queue == each.queue]
+            in_order = [w for w in self.queues.on(each.queue.name) if w.queue == each.queue]
             assert in_order == self.queue_of(each)
 
     @invariant()
@@ -282,7 +283,7 @@ class Queues(RuleBasedStateMachine):
                 assert seconds is None
             elif self.queue_of(each)[0] is each:
                 assert seconds is not None
-                assert seconds <= min(AT_MOST, left)
+                assert seconds <= min(AT_MOST, left) + 1e-9  # of rounding
             else:
                 assert seconds == left
 
@@ -304,3 +305,8 @@ def test_a_message_misses_the_return_of_a_quorum_once() -> None:
     assert not history.claim("task", 100.1)
     assert history.claim("task", 100.0)
     assert not history.claim("task", 100.0)
+
+
+@pytest.mark.parametrize("rate", ["", "0/s", "1/0 s", "1001/m", "5/99999 s", "often"])
+def test_a_rate_of_a_strange_message_counts_as_none(rate: str) -> None:
+    assert QueueKey.of("a", 3, rate) == QueueKey("a", 3)

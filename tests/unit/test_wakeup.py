@@ -25,7 +25,7 @@ numbers = itertools.count()
 @pytest.fixture
 def session() -> Iterator[Session]:
     """Give a session without nodes: a test says what a node would."""
-    made = Session(Session, ClientOptions("p", 1.0, 0.01, GUARD), [], PLATFORM)
+    made = Session(Session, ClientOptions("p", 1.0, 0.01, 60.0, GUARD), [], PLATFORM)
     yield made
     made.close()
 

@@ -1,4 +1,4 @@
-"""Acquires all keys of an acquisition or none: one round for each key.
+"""Acquires all keys of an acquisition or none: one round for each key. Then it takes its starts.
 
 Source: redis.io "Distributed Locks with Redis" (Redlock), made exact. Each node has a deadline,
 counted from before the request left. A round ends as soon as the votes decide it. Each round has a
@@ -11,7 +11,7 @@ import functools
 import os
 import random
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 
 from celery_redlock.errors import LockTaken, NodeError, QuorumUnreachable, RedlockError
@@ -21,10 +21,12 @@ from celery_redlock.lock.engine.permits import PermitRound
 from celery_redlock.lock.engine.releaser import Releaser
 from celery_redlock.lock.engine.renewer import Renewer
 from celery_redlock.lock.engine.rounds import AcquireRound
+from celery_redlock.lock.engine.starts import StartRound
 from celery_redlock.lock.model.acquisition import Acquisition, Hold
-from celery_redlock.lock.model.keys import parts_of, value_of
+from celery_redlock.lock.model.keys import MARK, parts_of, value_of
 from celery_redlock.lock.model.lease import MARGIN, Fence, Lease, LockKey, proposal
 from celery_redlock.lock.model.options import LockOptions
+from celery_redlock.lock.model.rate import Rate, RateKey, Start
 from celery_redlock.lock.model.votes import is_split
 from celery_redlock.lock.server.error_hints import causes_of
 from celery_redlock.lock.server.requests import GRANT
@@ -34,8 +36,10 @@ IMPLAUSIBLE = "FENCE is far ahead of the other nodes"
 ROUNDS_IN_TTL = 4  # number of rounds that must fit into a ttl
 UNCLEAR_SPLITS = 2  # tries more, if nodes have permits free that no quorum shares
 LONGEST_ROLLBACK = 0.01  # seconds, the longest pause between the two rounds of a try
+TAKEN_AGAIN = 3  # times that a start is asked for again if the body would begin too late for it
 
 Failure = LockTaken | QuorumUnreachable
+Ask = Callable[[int | None], tuple[Failure | None, PermitRound]]  # for any permit, or for one
 
 
 class AlreadyCompletedError(RedlockError):
@@ -72,26 +76,39 @@ class Acquirer:
         failure = self._lock_keys(acquisition)
         if failure is None and options.fencing:
             failure = self.confirm_fencing_token([acquisition])
+        if failure is None and options.rates:
+            failure = self._take_starts(acquisition, options.rates)
         several = len(acquisition.leases) > 1
         if failure is None and several and not acquisition.held(clock.now()):
             # the first keys expired during the rounds for later keys
             failure = QuorumUnreachable(acquisition.resource, (), core.nodes.quorum)
         if failure is not None:
-            self._releaser.roll_back(acquisition)
-            hold.remove(acquisition)
-            hold.splits = hold.splits + 1 if acquisition.was_split else 0
-            hold.took = clock.now() - started
-            return failure
+            return self._undo(hold, acquisition, failure, started)
         acquisition.plan_renewals(started)
         core.watchdog.watch(acquisition)
         replaced_at = core.guard.replaced_at
         if replaced_at:  # between the grant of the first key and now
-            for one in acquisition.leases:
+            for one in (*acquisition.leases, *acquisition.starts):
                 for node in one.replaced(replaced_at):
                     one.withdraw(node)
         acquisition.nest()
         core.events.acquired(acquisition)
+        if acquisition.starts and options.before_starts is None:
+            failure = self.begin_body(acquisition)  # last: who hears of the acquire may take long
+            if failure is not None:
+                core.events.released(acquisition)
+                return self._undo(hold, acquisition, failure, started)
         return None
+
+    def _undo(
+        self, hold: Hold, acquisition: Acquisition, failure: Failure, started: float
+    ) -> Failure:
+        """Roll a failed try back; return its failure. started: monotonic seconds."""
+        self._releaser.roll_back(acquisition)
+        hold.remove(acquisition)
+        hold.splits = hold.splits + 1 if acquisition.was_split else 0
+        hold.took = self._clock.now() - started
+        return failure
 
     def _lock_keys(self, acquisition: Acquisition) -> Failure | None:
         """Lock each key in order: those with one holder, then one permit of each of the others.
@@ -133,8 +150,9 @@ class Acquirer:
         core, clock, sent = self.core, self._clock, lease.sent
         nodes, guard = core.nodes, core.guard
         nodes.broadcast(command, sent)
-        core.requests.release(lease)  # encoded now, while the nodes work
-        longest = lease.ttl / ROUNDS_IN_TTL
+        longest = acquisition.options.ttl / ROUNDS_IN_TTL
+        if round_.is_released:
+            core.requests.release(lease)  # encoded now, while the nodes work
         nodes.wait(round_, sent + min(nodes.timeout, longest))
         if not round_.decided:
             nodes.wait_for_connects(round_, sent, longest=longest)
@@ -166,14 +184,21 @@ class Acquirer:
             if is_own or not isinstance(failure, LockTaken):
                 return failure  # the holder is this same run, in another delivery of its message
             self._releaser.roll_back_last(acquisition)
-        failure, round_ = self._ask_permit(acquisition, key)
+        ask = functools.partial(self._ask_permit, acquisition, key)
+        return self._in_two_rounds(acquisition, ask, self._releaser.roll_back_last)
+
+    def _in_two_rounds(
+        self, acquisition: Acquisition, ask: Ask, drop: Callable[[Acquisition], object]
+    ) -> Failure | None:
+        """Ask for any permit; then for one, if rivals share the nodes. drop: undoes a round."""
+        failure, round_ = ask(None)
         if not isinstance(failure, LockTaken) or not round_.is_free_somewhere:
             return failure
-        self._releaser.roll_back_last(acquisition)
+        drop(acquisition)
         permit = round_.takable()
         if permit is None:
             self._clock.sleep(random.uniform(0, LONGEST_ROLLBACK))  # noqa: S311 - no secret
-        failure, round_ = self._ask_permit(acquisition, key, permit)
+        failure, round_ = ask(permit)
         if isinstance(failure, LockTaken):
             # a permit of single nodes may be one that rivals give back now, or a holder's
             is_unclear = round_.is_free_somewhere and acquisition.splits < UNCLEAR_SPLITS
@@ -197,13 +222,74 @@ class Acquirer:
         lease.sent = self._clock.now()
         return self._run(round_, round_.command(asked), lease, acquisition), round_
 
+    def _take_starts(self, acquisition: Acquisition, rates: Mapping[str, Rate]) -> Failure | None:
+        """Take a start of the rate of each key, in the order of the keys."""
+        if acquisition.options.before_starts is not None:
+            acquisition.options.before_starts()
+        for resource in (key.resource for key in acquisition.keys if key.resource in rates):
+            ask = functools.partial(self._ask_start, acquisition, resource, rates[resource])
+            failure = self._in_two_rounds(acquisition, ask, self._releaser.cancel_last)
+            if failure is not None:
+                return failure
+        return None
+
+    def _ask_start(
+        self, acquisition: Acquisition, resource: str, rate: Rate, asked: int | None = None
+    ) -> tuple[Failure | None, StartRound]:
+        """Ask all nodes for one permit of a rate; asked: for this one only."""
+        options = self.core.options
+        key = RateKey(options.prefix, resource, rate, options.clock_drift)
+        start = Start(key, self.core.platform.new_token(), *self._terms)
+        acquisition.starts.append(start)  # before the request leaves, so it is given back
+        return self._take(acquisition, start, asked)
+
+    def _take(
+        self, acquisition: Acquisition, start: Start, asked: int | None, *, again: bool = False
+    ) -> tuple[Failure | None, StartRound]:
+        core, first = self.core, random.randrange(start.key.limit)  # noqa: S311 - no secret
+
+        def request(permit: int | None, is_repeated: bool) -> bytes:
+            return core.requests.take(start, first, permit, again=is_repeated)
+
+        round_ = StartRound(start, core.nodes.send_to, request, asked, is_repeated=again)
+        start.sent = self._clock.now()
+        return self._run(round_, round_.command(asked), start, acquisition), round_
+
+    def begin_body(self, acquisition: Acquisition) -> Failure | None:
+        """Let the body begin now, as the last thing before it; return why it may not.
+
+        Each start counts from a moment before the nodes stored it, and the body must not begin
+        later than the rate's slack after that. A start that is older is asked for once more.
+        """
+        starts, sent = acquisition.starts, self._clock.now()
+        for tries in range(TAKEN_AGAIN + 1):
+            now = self._clock.now()
+            if not acquisition.held(now):
+                return QuorumUnreachable(acquisition.resource, (), self.core.nodes.quorum)
+            late = [start for start in starts if not start.held(now)]
+            if not late:
+                for start in starts:
+                    start.started_at = now
+                for start in starts:
+                    if len(start.granted) < len(start.ends):
+                        self._releaser.record(start, now)
+                return None
+            for start in late if tries < TAKEN_AGAIN else ():
+                sent = self._clock.now()
+                failure, _ = self._take(acquisition, start, start.key.permit, again=True)
+                if failure is not None:
+                    return failure
+        took, key = self._clock.now() - sent, late[0].key
+        cause = f"replies took {took:.3f} s, and a rate of {key.rate} needs them in {key.ttl:g} s"
+        return QuorumUnreachable(key.resource, [cause], self.core.nodes.quorum)
+
     def new_lease(self, options: LockOptions, key: LockKey, value: str = "") -> Lease:
         """Return a new lease without a request yet. value: of another process's lease."""
         if not value:
             since_ms = self._clock.wall_us() // 1000
             label = options.label or _process_label(os.getpid())
-            token = self.core.platform.new_token()
-            value = value_of(token, since_ms, label, options.ttl)
+            token = MARK * options.is_hold + self.core.platform.new_token()
+            value = value_of(token, since_ms, label, options.ttl, key.limit)
         fence = Fence(self.core.nodes.quorum) if options.fencing else None
         return Lease(key, value, *self._terms, fence)
 
@@ -217,16 +303,19 @@ class Acquirer:
     def _failed(
         self, round_: AcquireRound, lease: Lease, acquisition: Acquisition, *, time_is_up: bool
     ) -> Failure:
-        for node, other in round_.held_by.items():
-            self.core.guard.learn_time(node, other.wall, lease.sent)
-            self._releaser.release_late_grant(node, other.value)
         resource, nodes, tally = lease.key.resource, self.core.nodes, round_.tally
-        values = round_.holders
-        if lease.key.limit == 1 and is_split(values, tally.unheard, tally.quorum):
-            acquisition.was_split = True  # rivals share the nodes, and none has got the lock
-        if tally.taken(time_is_up=time_is_up):
+        values, is_taken = round_.holders, tally.taken(time_is_up=time_is_up)
+        if not isinstance(lease, Start):  # nobody holds a start
+            for node, other in round_.held_by.items():
+                self.core.guard.learn_time(node, other.wall, lease.sent)
+                self._releaser.release_late_grant(node, other.value)
+            if lease.key.limit == 1 and is_split(values, tally.unheard, tally.quorum):
+                acquisition.was_split = True  # rivals share the nodes, and none has got the lock
+        elif is_taken:
+            return LockTaken(resource, "", round_.expires_in(), rate=str(lease.key.rate))
+        if is_taken:
             # the one that most of the refusing nodes have is shown
-            holder, _, ttl = parts_of(max(values, key=values.count, default=""))
+            holder, _, ttl, _ = parts_of(max(values, key=values.count, default=""))
             limit = lease.key.limit
             return LockTaken(resource, holder, round_.expires_in(), ttl=ttl, limit=limit)
         return QuorumUnreachable(

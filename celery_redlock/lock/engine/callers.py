@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterable
 from celery_redlock.lock.engine.core import Core
 from celery_redlock.lock.engine.inbox import Inbox
 from celery_redlock.lock.model.handoff import FALLBACK, LOOK, TURN, Step
+from celery_redlock.lock.model.rate import Rate
 
 LONGEST_SPIN = 1.0  # seconds between two tries of a caller that no release can name
 LOOK_AGAIN = 3 * TURN  # seconds between two looks for which no majority names this process
@@ -19,17 +20,18 @@ LOOK_AGAIN = 3 * TURN  # seconds between two looks for which no majority names t
 class Caller:
     """A thread or coroutine that waits until a lock may be free; it sleeps on its own wake-up.
 
-    resource: that it waits for; of several, the one that refused it. limit: of this resource, which
-    may be free for a higher limit only. since: seconds since 1970 by the nodes' clocks.
-    step, due: why it may act, and from which monotonic second; None and inf: not yet. looked_at:
-    the monotonic second of its last look at the nodes. was_first: it leaves as the first one.
+    name: of `keys.name_of_lock` or `keys.name_of_rate`; of several, what refused it. limit: of this
+    lock, which may be free for a higher limit only; or the rate. since: seconds since 1970 by the
+    nodes' clocks. step, due: why it may act, and from which monotonic second; None and inf: not
+    yet. looked_at: the monotonic second of its last look at the nodes. was_first: it leaves as the
+    first one.
     """
 
-    __slots__ = ("decided", "due", "limit", "looked_at", "resource", "since", "step", "wake",
+    __slots__ = ("decided", "due", "limit", "looked_at", "name", "since", "step", "wake",
                  "was_first")  # fmt: skip
 
-    def __init__(self, resource: str, limit: int, since: float) -> None:
-        self.resource, self.limit, self.since = resource, limit, since
+    def __init__(self, name: str, limit: int | Rate, since: float) -> None:
+        self.name, self.limit, self.since = name, limit, since
         self.step: Step | None = None
         self.due, self.looked_at = math.inf, -math.inf
         self.decided = self.was_first = False
@@ -81,13 +83,13 @@ class Callers:
         if self.inbox.is_listening and self.first_of(caller) is caller:
             caller.plan(Step(LOOK), self._clock.now())  # which registers it, too
         else:
-            self.inbox.changed(caller.resource)
+            self.inbox.changed(caller.name)
 
     def _add(self, caller: Caller) -> None:
         while True:
-            line = self._lines.setdefault(caller.resource, {})
+            line = self._lines.setdefault(caller.name, {})
             line[id(caller)] = caller
-            if self._lines.get(caller.resource) is line:
+            if self._lines.get(caller.name) is line:
                 return
             line.pop(id(caller), None)  # another thread has just removed the empty line
 
@@ -105,24 +107,24 @@ class Callers:
             following.looked_at = self._clock.now()
             if caller.step is not None:
                 following.plan(caller.step, caller.due)
-            elif not acquired or caller.limit > 1:
+            elif not acquired or caller.limit != 1:
                 following.plan(Step(LOOK), following.looked_at)
             following.wake_up()
         caller.was_first = False
-        self.inbox.changed(caller.resource, anew=following is not None and acquired)
+        self.inbox.changed(caller.name, anew=following is not None and acquired)
 
     def _remove(self, caller: Caller) -> None:
-        line = self._lines.get(caller.resource, {})
+        line = self._lines.get(caller.name, {})
         line.pop(id(caller), None)
-        if not line and self._lines.get(caller.resource) is line:
-            gone = self._lines.pop(caller.resource, line)
+        if not line and self._lines.get(caller.name) is line:
+            gone = self._lines.pop(caller.name, line)
             if gone:  # another thread has just joined
-                self._lines.setdefault(caller.resource, gone).update(gone)
+                self._lines.setdefault(caller.name, gone).update(gone)
 
-    def move(self, caller: Caller, resource: str, limit: int) -> None:
-        """Let a caller wait for another one of its resources, which has refused it."""
+    def move(self, caller: Caller, name: str, limit: int | Rate) -> None:
+        """Let a caller wait for something else, which has refused it."""
         self.leave(caller)
-        caller.resource, caller.limit = resource, limit
+        caller.name, caller.limit = name, limit
         self.join(caller)
 
     def pass_over(self, caller: Caller) -> None:
@@ -130,7 +132,7 @@ class Callers:
 
         Also if it waits below a signal handler that waits for the same lock.
         """
-        line = self._lines.get(caller.resource, {})
+        line = self._lines.get(caller.name, {})
         if line.pop(id(caller), None) is not None:
             self._add(caller)
 
@@ -140,7 +142,7 @@ class Callers:
 
     def first_of(self, caller: Caller) -> Caller | None:
         """Return the first caller that waits for the same lock."""
-        same = (one for one in self.line(caller.resource) if one.limit == caller.limit)
+        same = (one for one in self.line(caller.name) if one.limit == caller.limit)
         return next(same, None)
 
     @property
@@ -185,7 +187,7 @@ class Callers:
 
 def _firsts(callers: Iterable[Caller]) -> list[Caller]:
     """Return the first caller of each limit."""
-    by_limit: dict[int, Caller] = {}
+    by_limit: dict[int | Rate, Caller] = {}
     for caller in callers:
         by_limit.setdefault(caller.limit, caller)
     return list(by_limit.values())

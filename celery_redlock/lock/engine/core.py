@@ -43,7 +43,7 @@ class Core:
     ) -> None:
         self._level = type(client).__name__
         self.options, self.platform, self.clock = options, platform, platform.clock
-        self.requests = Requests(options.prefix)
+        self.requests = Requests(options.prefix, options.clock_drift)
         servers = sorted(address.server for address in addresses)
         text = encoded("\n".join((options.prefix, *servers)))
         self.identity = hashlib.blake2b(text, digest_size=8).digest()
@@ -78,7 +78,7 @@ class Core:
     def _node_replaced(self, node: int) -> None:
         # it is unknown since when the server was replaced, so its promises do not count
         for acquisition in self.watchdog.watched:
-            for lease in acquisition.leases:
+            for lease in (*acquisition.leases, *acquisition.starts):
                 lease.withdraw(node)
             self.watchdog.reschedule(acquisition)
 

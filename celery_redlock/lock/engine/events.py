@@ -10,7 +10,7 @@ from typing import Any
 from weakref import ref
 
 from celery_redlock import anchors
-from celery_redlock.errors import NodeError, abstention_cause
+from celery_redlock.errors import LockLost, NodeError, abstention_cause
 from celery_redlock.lock.engine.watchdog import Watchdog
 from celery_redlock.lock.model.acquisition import Acquisition
 from celery_redlock.lock.model.lease import Lease
@@ -20,6 +20,8 @@ from celery_redlock.lock.server.handshake import ServerInfo
 from celery_redlock.lock.transport.node import Node
 
 logger = logging.getLogger(__name__)
+
+EVICTS_LOCKS = "with a full memory the node deletes held locks; set it to noeviction"
 
 
 @dataclass(frozen=True)
@@ -160,6 +162,18 @@ class Events:
         with self.sending:
             if self.wants(LockLostEvent):
                 self._send(acquisition, LockLostEvent(acquisition.resource, reason))
+            self._call_back(acquisition, reason)
+
+    def _call_back(self, acquisition: Acquisition, reason: str) -> None:
+        on_lost, resource = acquisition.options.on_lost, acquisition.resource
+        if on_lost is None:
+            return
+        try:
+            on_lost(LockLost(resource, reason))
+        except Exception:
+            extra = {"event": "on_lost_failed", "resource": resource}
+            text, see = "on_lost of %r has raised. See %s", anchors.LOCK_LOST
+            logger.exception(text, resource, see, extra=extra)
 
     def lost_soon(self, acquisition: Acquisition, reason: str) -> None:
         """Report that a lock is lost, in the watchdog's second thread."""
@@ -188,12 +202,12 @@ class Events:
         if greeting.abstains_for > 0:
             is_new = node.index not in self._greeted and not self.tells_of_new_nodes
             level = logging.DEBUG if is_new else logging.WARNING
-            text, see = abstention_cause(greeting.abstains_for), anchors.NODE_RESTARTED
-            self._log("node_silent", level, text, node, see)
+            keeps = node.address.keeps_locks
+            text = abstention_cause(greeting.abstains_for, keeps_locks=keeps)
+            self._log("node_silent", level, text, node, anchors.NODE_RESTARTED)
         self._greeted.add(node.index)
         if greeting.evicts:
-            hint = "with a full memory the node deletes held locks; set it to noeviction"
-            text = f"has maxmemory-policy {greeting.evicts}: {hint}"
+            text = f"has maxmemory-policy {greeting.evicts}: {EVICTS_LOCKS}"
             self._log("node_evicts", logging.ERROR, text, node, anchors.NODE_EVICTS)
 
     def _log(self, event: str, level: int, text: str, node: Node, see: str) -> None:

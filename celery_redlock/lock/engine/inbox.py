@@ -28,6 +28,7 @@ from celery_redlock.lock.model.handoff import (
     Step,
 )
 from celery_redlock.lock.model.keys import inbox_channel
+from celery_redlock.lock.model.rate import Rate
 from celery_redlock.lock.platform.coroutines import WorkItem
 from celery_redlock.lock.server.requests import REGISTER
 from celery_redlock.lock.transport.command import IGNORE_REPLY, Command
@@ -79,7 +80,7 @@ class Inbox:
         self._registered: dict[str, float] = {}  # by resource: since when, as the nodes know it
         self._struck_at: dict[int, float] = {}  # monotonic seconds, by node
         # by resource and limit: those in flight as one, and those that came meanwhile
-        self._questions: dict[tuple[str, int], list[Question]] = {}
+        self._questions: dict[tuple[str, int | Rate], list[Question]] = {}
         self._counting = core.platform.new_mutex()
         self._namings = Namings(core.nodes.quorum)
 
@@ -103,7 +104,9 @@ class Inbox:
             self._registered[resource] = since
             self._write(self._core.requests.update(self.name, resource, since))
 
-    def _register(self, resource: str, since: float, limit: int = 0, passed: int = 0) -> bytes:
+    def _register(
+        self, resource: str, since: float, limit: int | Rate = 0, passed: int = 0
+    ) -> bytes:
         self._registered[resource] = since
         return self._core.requests.register(self.name, resource, since, limit, passed)
 
@@ -143,7 +146,7 @@ class Inbox:
 
     # whose turn it is
 
-    def place(self, resource: str, limit: int, passed: int) -> Place | None:
+    def place(self, resource: str, limit: int | Rate, passed: int) -> Place | None:
         """Register, and return how this process stands; None if the nodes do not say. Waits.
 
         passed: how many before it have had their turn: they leave the nodes' sets if a permit is
@@ -156,7 +159,7 @@ class Inbox:
         self._core.nodes.wait(round_, until)
         return round_.place
 
-    def ask(self, resource: str, limit: int, passed: int, report: Report) -> None:
+    def ask(self, resource: str, limit: int | Rate, passed: int, report: Report) -> None:
         """Do what `place` does without waiting; report: called in another thread.
 
         One question for each resource and limit is in flight: those that come meanwhile follow as
@@ -170,7 +173,7 @@ class Inbox:
         if not is_in_flight:
             self._ask(asked)
 
-    def _ask(self, asked: tuple[str, int]) -> None:
+    def _ask(self, asked: tuple[str, int | Rate]) -> None:
         """Ask what has come since the last question; then report, and go on."""
         resource, limit = asked
         questions: list[tuple[int, Report]] = []
@@ -201,7 +204,7 @@ class Inbox:
             raise
 
     def _send(
-        self, resource: str, limit: int, since: float, passed: int
+        self, resource: str, limit: int | Rate, since: float, passed: int
     ) -> tuple[PlaceRound, float]:
         """Send a question; return it, and until when replies count."""
         nodes = self._core.nodes

@@ -6,7 +6,7 @@ Not here: the round for a plain key (`rounds.py`), and how many rounds a try has
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from celery_redlock.errors import NodeError
@@ -15,7 +15,7 @@ from celery_redlock.lock.model.lease import Lease
 from celery_redlock.lock.model.options import CompletionMarker
 from celery_redlock.lock.model.votes import ABSTAINED, GRANTED, REFUSED, Vote
 from celery_redlock.lock.server.requests import PERMIT
-from celery_redlock.lock.transport.command import Command, UnexpectedReplyError, text_of
+from celery_redlock.lock.transport.command import Command, Script, UnexpectedReplyError, text_of
 
 _GRANT, _REFUSAL = (int, int, bytes), (*REFUSAL, bytes)  # kinds of replies of lua/permit.lua
 
@@ -31,6 +31,8 @@ class PermitRound(AcquireRound):
     """
 
     __slots__ = ("_chosen", "_moved", "_offers", "_request", "asked", "views")
+
+    script: Script = PERMIT
 
     def __init__(
         self,
@@ -48,7 +50,7 @@ class PermitRound(AcquireRound):
         self.views: dict[int, str] = {}
 
     def command(self, permit: int | None) -> Command:
-        return Command(self._request(permit), self, PERMIT, suffixed=True)
+        return Command(self._request(permit), self, self.script, suffixed=True)
 
     def on_reply(self, node: int, sent: float, reply: Any, run_id: str) -> None:
         """Count one node's vote, for the permit that it granted. Raises UnexpectedReplyError."""
@@ -57,30 +59,33 @@ class PermitRound(AcquireRound):
             self.completed = True
             self.decide()
             return
-        if vote is REFUSED:
-            self.views[node] = text_of(reply[4])
-        elif vote is GRANTED:
+        if vote is GRANTED:
             self._offers[node], self.views[node] = (reply[1], sent, run_id), text_of(reply[2])
         if not self.decided:
             self._count(node, vote)
         elif self._chosen is not None and vote is GRANTED:
             self._settle_on(self._chosen, node)
 
-    def _parsed(self, reply: Any) -> tuple[Vote, list[Any]]:
+    def _parsed(self, node: int, reply: Any) -> tuple[Vote, list[Any]]:
         """Return a vote and the items of a reply of lua/permit.lua; raises UnexpectedReplyError."""
         words: list[Any] = reply if type(reply) is list else []
         kinds = tuple(map(type, words))
         if self._marker is not None:
             kinds = kinds[:-1] if kinds[-1:] == (int,) else ()
-        limit = self._lease.key.limit
-        if kinds == _GRANT and words[0] == 1:
-            if 0 <= words[1] < limit == len(words[2]) and self.asked in (None, words[1]):
-                return GRANTED, words
-        elif kinds == _REFUSAL and words[0] == 0 and len(words[4]) == limit:
+        if kinds == _GRANT and words[0] == 1 and self._is_asked(words):
+            return GRANTED, words
+        if kinds == _REFUSAL and words[0] == 0 and len(words[4]) == self._lease.key.limit:
+            self.views[node] = text_of(words[4])
             return REFUSED, words
-        elif kinds == NUMBERS and words[0] == -1:
+        if kinds == NUMBERS and words[0] == -1:
             return ABSTAINED, words
         raise UnexpectedReplyError(reply)
+
+    def _is_asked(self, words: Sequence[Any]) -> bool:
+        """Return whether a grant is of a permit that was asked for, with a view of all."""
+        _, permit, view, *_ = words
+        limit = self._lease.key.limit
+        return 0 <= permit < limit == len(view) and self.asked in (None, permit)
 
     def _count(self, node: int, vote: Vote) -> None:
         """Count the votes so far; decide once those still due cannot change what to do next.
@@ -90,27 +95,32 @@ class PermitRound(AcquireRound):
         tally, permits = self.tally, [permit for permit, _, _ in self._offers.values()]
         best = max(permits, key=permits.count, default=0)
         granted = permits.count(best)
-        if granted >= tally.quorum and self._chosen is None:
+        voted = self._voted
+        withheld = {*self.abstaining, *self.errors} - voted
+        due = tally.nodes - len(voted) - len(withheld)
+        is_enough = granted >= tally.quorum and not self._is_doubted(best, due)
+        if is_enough and self._chosen is None:
             self._lease.key.choose(best)
             self._chosen = best
         if self._chosen is not None:
             for other in list(self._offers):
                 self._settle_on(self._chosen, other)
-        voted = self._voted
-        withheld = {*self.abstaining, *self.errors} - voted
         # after that: who sees a quorum here begins the lease
-        tally.granted, tally.refused = granted, len(voted) - granted
-        tally.withheld = len(withheld)
-        due = tally.nodes - len(voted) - len(withheld)
+        tally.granted = granted if self._chosen is not None else min(granted, tally.quorum - 1)
+        tally.refused, tally.withheld = len(voted) - tally.granted, len(withheld)
         if tally.reached or not due or (tally.impossible and self._is_known(due)):
             self.decide()
 
+    def _is_doubted(self, permit: int, due: int) -> bool:
+        """Return whether a quorum's grant of a permit does not count. due: replies to come."""
+        return False
+
     def _is_known(self, due: int) -> bool:
         """Return whether the next step is known before the replies that are still due."""
-        most = max(self._free(), default=0)
+        most = max(self.free(), default=0)
         return most >= self.tally.quorum or most + due < self.tally.quorum
 
-    def _free(self) -> list[int]:
+    def free(self) -> list[int]:
         """Return, for each permit, how many of the nodes that replied have it free or as ours."""
         views = list(self.views.copy().values())
         return [ones.count("0") for ones in zip(*views, strict=True)]
@@ -135,7 +145,7 @@ class PermitRound(AcquireRound):
         It is the one that most nodes have granted, else a random one: rivals ask for others.
         """
         quorum = self.tally.quorum
-        free = [permit for permit, nodes in enumerate(self._free()) if nodes >= quorum]
+        free = [permit for permit, nodes in enumerate(self.free()) if nodes >= quorum]
         permits = [permit for permit, _, _ in self._offers.copy().values()]
         best = max(permits, key=permits.count, default=None)
         if best in free or not free:

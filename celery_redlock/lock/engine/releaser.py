@@ -7,8 +7,10 @@ lost: if an exception interrupts it, the watchdog's thread continues it.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, Protocol
 
 from hiredis import ReplyError
@@ -17,9 +19,11 @@ from celery_redlock.errors import NodeError
 from celery_redlock.lock.engine.core import Core
 from celery_redlock.lock.model.acquisition import Acquisition, Hold
 from celery_redlock.lock.model.lease import HELD, Lease
+from celery_redlock.lock.model.rate import Start
+from celery_redlock.lock.platform.clock import Clock
 from celery_redlock.lock.platform.threads import uninterruptible
-from celery_redlock.lock.server.requests import RELEASE
-from celery_redlock.lock.transport.command import Command, UnexpectedReplyError
+from celery_redlock.lock.server.requests import CANCEL, RECORD, RELEASE
+from celery_redlock.lock.transport.command import Command, Script, UnexpectedReplyError
 from celery_redlock.lock.transport.nodes import Nodes
 
 DELIVERED_FOR = 1.5  # ttls: by then every node has dropped our key, with or without a release
@@ -67,6 +71,42 @@ class Outbox:
                 node.connect()
 
 
+class StartNote:
+    """What is told of a start to nodes, once each: an outbox item and a reply handler.
+
+    request: makes it. until: the monotonic second after which a node need not learn it any more.
+    """
+
+    __slots__ = ("_clock", "_outbox", "_request", "_script", "until")
+    wanted = True
+
+    def __init__(
+        self,
+        request: Callable[[], bytes],
+        script: Script,
+        until: float,
+        clock: Clock,
+        outbox: Outbox,
+    ) -> None:
+        self._request, self._script, self.until = request, script, until
+        self._clock, self._outbox = clock, outbox
+
+    def command(self) -> Command:
+        return Command(self._request(), self, self._script)
+
+    def on_reply(self, node: int, sent: float, reply: Any, run_id: str) -> None:
+        if type(reply) is ReplyError:  # the node is loading, busy, or full
+            self.on_error(node)
+
+    def on_error(self, node: int, *_: object) -> None:
+        """Keep it until the node is back."""
+        if self._clock.now() < self.until:
+            self._outbox.put(node, self)
+
+    def settle(self, node: int) -> None: ...
+
+
+NOTED_FOR = 60.0  # seconds for which a node that is away can still learn of a start
 REPEATED_AFTER = (0.25, 1.0, 4.0)  # seconds after which an orphan is released once more
 
 
@@ -90,6 +130,8 @@ class Releaser:
             name = task, key.resource
             if flow.held.get(name) is acquisition:
                 flow.held.pop(name, None)
+        if acquisition.starts:
+            self.cancel_starts(acquisition)
         releases = acquisition.releases
         if not releases:
             releases = []  # a new list: kept once it has all of them
@@ -98,6 +140,44 @@ class Releaser:
         acquisition.releases = releases  # kept: after an exception, the next call writes them again
         self._write_all(releases)
         acquisition.releases = []  # breaks the reference cycle
+
+    @uninterruptible
+    def cancel_starts(self, acquisition: Acquisition) -> None:
+        """Give back the starts whose bodies have not begun. A second call has no effect."""
+        for start in list(acquisition.starts):
+            if start.started_at is None:
+                self.cancel(start)
+            with suppress(ValueError):  # the watchdog releases the same acquisition
+                acquisition.starts.remove(start)  # last: after an exception, it is done again
+
+    @uninterruptible
+    def cancel(self, start: Start) -> None:
+        """Tell all nodes that a start whose body has not begun is free."""
+        start.end()  # first: no request for it leaves after that
+        nodes = [node for node in range(len(start.ends)) if node not in start.never_asked]
+        self._note(nodes, functools.partial(self.core.requests.cancel, start), CANCEL)
+
+    def cancel_last(self, acquisition: Acquisition) -> None:
+        """Give back the start that was asked for last, which other clients have."""
+        self.cancel(acquisition.starts[-1])
+        acquisition.starts.pop()
+
+    @uninterruptible
+    def record(self, start: Start, started_at: float) -> None:
+        """Tell the nodes that did not grant a start that its body has begun."""
+        clock, nodes = self.core.clock, range(len(start.ends))
+
+        def request() -> bytes:
+            return self.core.requests.record(start, clock.now() - started_at)
+
+        self._note([node for node in nodes if node not in start.granted], request, RECORD)
+
+    def _note(self, nodes: Sequence[int], request: Callable[[], bytes], script: Script) -> None:
+        core, now = self.core, self.core.clock.now()
+        note = StartNote(request, script, now + NOTED_FOR, core.clock, self.outbox)
+        for node in nodes:
+            core.nodes.send_to(node, note.command())
+        core.watchdog.run_maintenance_by(now + core.nodes.timeout)
 
     @uninterruptible
     def roll_back(self, acquisition: Acquisition) -> None:

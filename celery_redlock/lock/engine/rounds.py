@@ -44,6 +44,7 @@ class AcquireRound(Round):
 
     __slots__ = ("_due", "_held_by", "_is_plain", "_lease", "_marker", "_resend", "abstaining",
                  "completed", "errors", "superseded", "tally")  # fmt: skip
+    is_released = True  # a release follows
 
     def __init__(
         self,
@@ -100,7 +101,7 @@ class AcquireRound(Round):
         if type(reply) is hiredis.ReplyError:
             self.errors[node] = NodeError("", strip_args(str(reply)))
             return FAILED
-        vote, words = self._parsed(reply)
+        vote, words = self._parsed(node, reply)
         if self._marker is not None and self._has_ended(words[-1], sent):
             return None
         if vote is REFUSED:
@@ -112,7 +113,7 @@ class AcquireRound(Round):
             self._lease.fence.counted(node, words[1])
         return vote
 
-    def _parsed(self, reply: Any) -> tuple[Vote, list[Any]]:
+    def _parsed(self, node: int, reply: Any) -> tuple[Vote, list[Any]]:
         """Return a vote and the items of a reply of lua/grant.lua; raises UnexpectedReplyError."""
         words: list[Any] = reply if type(reply) is list else []
         kinds = tuple(map(type, words))
@@ -252,7 +253,7 @@ class RenewRound(Round):
         if type(reply) is not list or len(reply) != len(self._leases):
             raise UnexpectedReplyError(reply)
         for number, word in enumerate(reply):
-            if type(word) is int and -1 <= word <= 1:
+            if word is None or (type(word) is int and -1 <= word <= 1):  # None: no vote on this key
                 continue
             has_token = self._leases[number].fence is not None and type(word) is list
             if not has_token or [type(part) for part in word] != [int, int] or word[0] != 1:

@@ -186,14 +186,7 @@ class Watchdog:
         while not self._stopped and timer is self._deadlines:
             now = self._clock.now()
             timer.begin_pass(now)
-            soonest = math.inf
-            for acquisition in list(self._watched.values()):
-                moment = acquisition.deadline
-                if moment <= now:
-                    self._call_safely(self._check_deadline, acquisition, now)
-                    moment = acquisition.deadline
-                if moment < soonest:
-                    soonest = moment
+            soonest = self._check_deadlines(now)
             if self._pending:  # one at a time: many reports must not delay the report of a loss
                 self._call_safely(self._pending.popleft())
                 timer.wake()
@@ -201,6 +194,22 @@ class Watchdog:
             if self._renewals.is_late(now):  # otherwise C code may take the GIL before the renewal
                 self._platform.pause_keeping_gil(HEAD_START)
             timer.wait_until(soonest, now)
+
+    def _check_deadlines(self, now: float) -> float:
+        """Report what has passed its deadline; return the monotonic second of the next deadline.
+
+        A function of its own: a local variable of the thread would keep the last acquisition, and
+        with it a dropped `Redlock`, for as long as the thread sleeps.
+        """
+        soonest = math.inf
+        for acquisition in self.watched:
+            moment = acquisition.deadline
+            if moment <= now:
+                self._call_safely(self._check_deadline, acquisition, now)
+                moment = acquisition.deadline
+            if moment < soonest:
+                soonest = moment
+        return soonest
 
     def _call_safely(self, function: Callable[..., object], *args: Any, **options: Any) -> None:
         """Call a function that writes the log or is users' code; log any exception."""

@@ -19,10 +19,12 @@ from weakref import ref
 from celery_redlock.errors import LockLost, SettingsError
 from celery_redlock.lock.model.lease import HELD, LOST, NOT_RENEWED, Lease, LockKey
 from celery_redlock.lock.model.options import LockOptions
+from celery_redlock.lock.model.rate import Start
 
 RENEWED_TOGETHER = 10  # renewals that are due within one tenth of a ttl go in one batch
 SPLIT_TRIES = 6  # tries while rivals that came at once share the nodes, and none has the lock
 LONGEST_SPLIT = 0.25  # seconds, the longest pause between these tries
+HUNG = "its process hung, so it was not renewed"
 _numbers = itertools.count(1)
 
 
@@ -46,13 +48,14 @@ class Acquisition:
 
     __slots__ = ("_at_risk_told", "_last_renewal", "_loss_told", "_reclaim_at",
                  "abandoned", "acquired_at", "ended_at", "holds", "keys", "leases", "leeway",
-                 "number", "options", "owner", "releases", "renew_at", "splits",
+                 "number", "options", "owner", "releases", "renew_at", "splits", "starts",
                  "was_split")  # fmt: skip
 
     def __init__(self, options: LockOptions, keys: Sequence[LockKey], owner: Owner) -> None:
         self.options, self.keys, self.owner = options, keys, owner
         self.number = next(_numbers)  # unique in this process
         self.leases: list[Lease] = []
+        self.starts: list[Start] = []  # of its rates
         self.leeway = options.ttl / RENEWED_TOGETHER
         # weak: if an exception interrupted an acquire or a release, no code can release this. The
         # watchdog must not renew it for ever then
@@ -111,8 +114,27 @@ class Acquisition:
 
     @property
     def reason(self) -> str:
-        reasons = (one.reason for one in self.leases if one.reason)
-        return next(reasons, NOT_RENEWED)
+        reason = next((one.reason for one in self.leases if one.reason), NOT_RENEWED)
+        if reason != NOT_RENEWED or not self._was_held_as_planned:
+            return reason
+        if self.options.renew and self.options.max_hold is None:
+            return HUNG  # only `renew_until` ends its renewals
+        if self.options.renew:
+            return f"its max_hold of {self.options.max_hold:g} s is over"
+        return f"its ttl of {self.options.ttl:g} s is over, and renew=False"
+
+    @property
+    def _was_held_as_planned(self) -> bool:
+        """Whether it was valid until after the last renewal that may have been due."""
+        valid_until = min(one.valid_until for one in self.leases)
+        return valid_until >= max(self._last_renewal, self.acquired_at)
+
+    def has_expired(self, now: float) -> bool:
+        """Return whether its time is over as planned: without renewals, or after the last one.
+
+        Its owner may acquire the resource anew then.
+        """
+        return self.lost(now) and self._was_held_as_planned
 
     def remaining(self, now: float) -> float:
         """Return the seconds of validity left without a renewal; 0.0 once it is over."""
@@ -136,7 +158,7 @@ class Acquisition:
             of_own, wanted = own.limits.get(resource, 1), (options.limits or {}).get(resource, 1)
             if of_own > wanted:
                 hint = f"{resource!r} is held here as one of {of_own} permits, which excludes "
-                hint += "nobody: nest it with the same limit"
+                hint += "no other holder: nest it with the same limit"
                 raise SettingsError("Lock", "limit", f"{wanted}", hint)
         if options.fencing and not own.fencing:
             hint = f"{resource!r} is held here without a fencing token: take the outer one with"
@@ -162,12 +184,12 @@ class Acquisition:
         """Mark all its keys as lost if one of them is over; return the reason, None if none is."""
         for one in self.leases:
             one.expire(now)
-        lost = next((one for one in self.leases if one.state is LOST), None)
-        if lost is None:
+        if all(one.state is not LOST for one in self.leases):
             return None
+        reason = self.reason
         for one in self.leases:
-            one.lose(lost.reason)
-        return lost.reason
+            one.lose(reason)
+        return reason
 
     def mark_loss_told(self) -> bool:
         """Return True for the first call: that caller reports the loss."""
@@ -190,6 +212,12 @@ class Acquisition:
             longest = math.inf if options.max_hold is None else options.max_hold
             self._last_renewal = started + longest
         self._schedule(started + options.ttl / 3)
+
+    def renew_until(self, moment: float, now: float) -> None:
+        """Set the monotonic second after which it is not renewed; one that was not is due now."""
+        self._last_renewal = moment
+        if self.renew_at == math.inf:
+            self.renew_at = now
 
     def begin_renewal(self, now: float) -> bool:
         """Return whether it is still held. Due reclaims are done with the renewal."""
@@ -259,6 +287,12 @@ class Hold:
         """Count as none of its holds. A second call, as in a signal handler, has no effect."""
         with suppress(ValueError):
             acquisition.holds.remove(ref(self))
+
+    def expired_outer(self, options: LockOptions, now: float) -> list[Acquisition]:
+        """Return acquisitions of the owner that have expired, and do not cover a new one."""
+        _, flow, task = self.owner
+        found = (flow.held.get((task, resource)) for resource in options.resources)
+        return [one for one in found if one is not None and one.has_expired(now)]
 
     def add_outer(self, options: LockOptions, now: float) -> dict[str, Acquisition]:
         """Rely on acquisitions that the owner holds already; return them by resource.

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from celery_redlock.lock.model.keys import waiting_key
 
 TURN = 0.1  # seconds between the turns of two processes that one release names
+LONGEST_UNCLEAR = 30.0  # seconds between two tries for a rate whose nodes do not agree
 MOST_TURNS = 10  # that one waits at a time for those before it, which may be stopped
 RELEASES = 4096  # remembered: a node may announce hundreds of releases before the next one's do
 # why one that waits may act; see LockHandedOffEvent. LOOK: it begins to wait, or to listen
@@ -99,6 +100,15 @@ def place_of_quorum(places: Collection[Place], quorum: int) -> Place | None:
 def free_in(ms: int) -> float:
     """Return the seconds that a node's reply says; -1: no key expires."""
     return math.inf if ms < 0 else ms / 1000
+
+
+def unclear_pause(before: float) -> float:
+    """Return the seconds until the next try for a rate of which no quorum shares a permit.
+
+    Each node by itself says that one is free, so clients would try all the time. before: the last
+    such pause, 0.0 for the first one.
+    """
+    return min(2 * before or TURN, LONGEST_UNCLEAR)
 
 
 class Step(NamedTuple):

@@ -9,10 +9,16 @@ from celery_redlock.lock.transport.command import encoded
 
 # A permit's key ends with "#<number>". A resource name with such an end gets one more "#".
 _LOOKS_LIKE_A_PERMIT = re.compile(r"#[0-9]+#*\Z")  # not "$": it also matches before a final newline
+MARK = "!"  # begins the value of an operator's hold: lua/permit.lua grants nobody else a permit
 MOST_DIGITS = 15  # of milliseconds since 1970: a time with more is another program's
 _VALUE = re.compile(
-    rf"[^:]*:([0-9]{{1,{MOST_DIGITS}}})(?:\+([0-9]{{1,{MOST_DIGITS}}}))?:(.*)", re.DOTALL
+    rf"[^:]*:([0-9]{{1,{MOST_DIGITS}}})(?:\+([0-9]{{1,{MOST_DIGITS}}}))?(?:/([0-9]{{1,9}}))?:(.*)",
+    re.DOTALL,
 )
+# The name of those that wait for a start. A resource name with such a beginning gets one more "/".
+_OF_RATE = "rate/"
+_LOOKS_LIKE_A_RATE = re.compile(r"/*rate/")
+SENDING, SENT = "sending", "sent"  # the state of a send, as the value of its unique key names it
 _IS_A_PERMIT = re.compile(r"(.*)#([1-9][0-9]{0,8})", re.DOTALL)
 
 
@@ -35,9 +41,35 @@ def broken_key(key: str, value: str) -> str:
     return f"{key.replace('}:lock:', '}:broken:', 1)}:{value.partition(':')[0]}"
 
 
-def waiting_key(prefix: str, resource: str) -> str:
-    """Return the key of the sorted set of a resource's waiters: processes, by first deferral."""
-    return f"{{{prefix}}}:waiting:{resource}"
+def rate_keys(prefix: str, resource: str) -> tuple[str, str]:
+    """Return the keys of a resource's starts: the sorted set of when, and the hash of whose."""
+    return f"{{{prefix}}}:rate:{resource}", f"{{{prefix}}}:rate-tokens:{resource}"
+
+
+def name_of_rate(resource: str) -> str:
+    """Return the name under which clients wait for a resource's next start."""
+    return f"{_OF_RATE}{resource}"
+
+
+def name_of_lock(resource: str) -> str:
+    """Return the name under which clients wait for a resource's lock: its own in most cases."""
+    looks_like_a_rate = "rate/" in resource and _LOOKS_LIKE_A_RATE.match(resource)
+    return f"/{resource}" if looks_like_a_rate else resource
+
+
+def waiting_for(name: str) -> tuple[str, bool]:
+    """Return the resource that clients wait for under a name, and whether for its next start."""
+    if name.startswith(_OF_RATE):
+        return name.removeprefix(_OF_RATE), True
+    return name[1:] if _LOOKS_LIKE_A_RATE.match(name) else name, False
+
+
+def waiting_key(prefix: str, name: str) -> str:
+    """Return the key of the sorted set of waiters: processes, by first deferral.
+
+    name: of `name_of_lock` or `name_of_rate`.
+    """
+    return f"{{{prefix}}}:waiting:{name}"
 
 
 def inbox_channel(prefix: str, waiter: str) -> str:
@@ -109,12 +141,24 @@ def resource_of(prefix: str, key: str) -> tuple[str, int]:
     return name, permit
 
 
-def value_of(token: str, since_ms: int, label: str, ttl: float) -> str:
+def value_of(token: str, since_ms: int, label: str, ttl: float, limit: int = 1) -> str:
     """Return the value of a lock's key: a random token; then, for people, times and the holder.
 
     since_ms: milliseconds since 1970, by the holder's clock. ttl: seconds, the lease on a node.
+    limit: the number of permits, in the value if it is above 1.
     """
-    return f"{token}:{since_ms}+{int(ttl * 1000)}:{label}"
+    permits = f"/{limit}" if limit > 1 else ""
+    return f"{token}:{since_ms}+{int(ttl * 1000)}{permits}:{label}"
+
+
+def parts_of_claim(value: str) -> tuple[str, bool, str]:
+    """Return what a unique key's value says of a send: token, whether it is confirmed, run id.
+
+    A value that another program wrote is a send that was never confirmed.
+    """
+    token, _, rest = value.partition(":")
+    state, _, run_id = rest.partition(":")
+    return token, state == SENT and bool(run_id), run_id
 
 
 def label_of(value: str) -> str:
@@ -122,13 +166,13 @@ def label_of(value: str) -> str:
     return parts_of(value)[0]
 
 
-def parts_of(value: str) -> tuple[str, float | None, float | None]:
-    """Return the holder's label in a value, since when it wants the lock, and its lease.
+def parts_of(value: str) -> tuple[str, float | None, float | None, int]:
+    """Return the holder's label in a value, since when it wants the lock, its lease, and the limit.
 
-    Seconds since 1970, and seconds. If another program wrote it: the value itself, None and None.
+    Seconds since 1970, and seconds. If another program wrote it: the value itself, None, None, 1.
     """
     found = _VALUE.fullmatch(value)
     if found is None:
-        return value, None, None
-    since, ttl, label = found.groups()
-    return label, int(since) / 1000, None if ttl is None else int(ttl) / 1000
+        return value, None, None, 1
+    since, ttl, limit, label = found.groups()
+    return label, int(since) / 1000, None if ttl is None else int(ttl) / 1000, int(limit or 1)

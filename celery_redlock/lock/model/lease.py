@@ -12,7 +12,7 @@ import math
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-from celery_redlock.lock.model.keys import lock_key, waiting_key
+from celery_redlock.lock.model.keys import lock_key, name_of_lock, waiting_key
 from celery_redlock.lock.transport.command import encode_bulk, encode_text
 
 MARGIN = 0.002  # seconds by which a lease is shortened for the clocks' granularity, and at its end
@@ -79,7 +79,7 @@ class LockKey:
         self.name = self._base
         self.base = self.packed_name = encode_text(self.name)
         self.packed_limit = _ONE if limit == 1 else encode_bulk(b"%d" % limit)
-        self.waiting = encode_text(waiting_key(prefix, resource))
+        self.waiting = encode_text(waiting_key(prefix, name_of_lock(resource)))
         self.ttl_ms = _encode_ttl(ttl)
 
     def choose(self, permit: int) -> None:
@@ -349,7 +349,8 @@ class Lease:
         return True
 
     def lose(self, reason: str) -> None:
-        if self.state is HELD:
+        """Mark it as lost with the others of its acquisition, for one reason."""
+        if self.state is HELD or self.state is LOST:
             self.state, self.reason = LOST, reason
 
     def end(self) -> bool:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+
+from celery_redlock.errors import LockLost
+from celery_redlock.lock.model.rate import Rate
 
 
 def grace_period(max_ttl: float) -> float:
@@ -58,10 +61,15 @@ class LockOptions:
     """The options of one lock.
 
     resources: in the order of `keys.in_order`. label: the holder, for people; "" for the process
-    that acquires. sender: of signals, None for the `Redlock` itself. limits: those above 1, by
-    resource; None: one holder of each. marker: of the run that takes the lock. If each resource has
-    a limit above 1, such a run also locks its own name, because another delivery would just take
-    another permit.
+    that acquires. sender: of signals, None for the `Redlock` itself. reentrant: whether an owner
+    that holds a resource already acquires it again. limits: those above 1, by resource; None: one
+    holder of each. rates: by resource. before_starts: called once the keys are held, and before
+    starts of the rates are taken, for what takes its time; if it is given, the body begins some
+    time after the acquire, and its caller says when (`Acquirer.begin_body`). marker: of the run
+    that takes the lock. If each resource has a limit above 1, such a run also locks its own name,
+    because another delivery would just take another permit. is_hold: it is an operator's hold, so
+    its value is marked (`keys.MARK`), and it waits before all others. on_lost: called once it is
+    lost.
     """
 
     resources: tuple[str, ...]
@@ -71,9 +79,14 @@ class LockOptions:
     max_hold: float | None
     label: str
     sender: object = None
+    reentrant: bool = True
     limits: Mapping[str, int] | None = None
+    rates: Mapping[str, Rate] | None = None
+    before_starts: Callable[[], object] | None = None
     fencing: bool = False
     marker: CompletionMarker | None = None
+    on_lost: Callable[[LockLost], object] | None = None
+    is_hold: bool = False
 
 
 @dataclass(frozen=True)
@@ -83,4 +96,5 @@ class ClientOptions:
     prefix: str
     node_timeout: float
     clock_drift: float
+    max_ttl: float
     guard: Guard

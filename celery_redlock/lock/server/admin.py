@@ -22,6 +22,7 @@ from celery_redlock.lock.server.error_hints import with_hint
 from celery_redlock.lock.server.handshake import read_info
 from celery_redlock.lock.server.requests import FENCE, TRUST
 from celery_redlock.lock.transport.address import Address
+from celery_redlock.lock.transport.address import ask as ask_one
 from celery_redlock.lock.transport.command import (
     encoded,
     read_list,
@@ -48,7 +49,7 @@ def ask_each(
 
     def one(address: Address) -> tuple[T | None, str]:
         try:
-            return address.ask(timeout, ask), ""
+            return ask_one(address, timeout, ask), ""
         except Exception as error:  # also an error of the user's credential provider
             return None, with_hint(address.cause_of(error, timeout))
 

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from celery_redlock.errors import NodeError, abstention_cause
 from celery_redlock.label import escaped
 from celery_redlock.lock.transport.node import LONGEST_CAUSE, Node
 
 _NOT_A_PRIMARY = "not a primary: name its primary, or its Sentinels"
-_IN_A_CLUSTER = "a cluster member: name a server that stands alone"
+_IN_A_CLUSTER = "a cluster member: name a standalone server"
 _RIGHTS = (
     "its user needs resetchannels "
     "~{prefix}:* &{prefix}:wake:* &{prefix}:handoff:* "
     "+get +set +del +time +pexpire +pttl +exists +zadd +zrem +zrange +zrank "
+    "+zrangebyscore +zscore +hset +hget +hgetall +hdel "
     "+publish +subscribe +unsubscribe +pubsub|numsub +eval +evalsha +script +info +ping +scan +mget"
 )
 # Each entry: a regular expression that recognizes an error, and the hint. Besides the codes it has
@@ -31,7 +33,7 @@ _TEMPORARY = {  # costs a vote in this round; some of these errors end only if a
     "OOM|when used memory >": "its memory is full: raise its maxmemory",
     "no answer (?:within|in time)|timed out|Timeout (?:reading|writing)": "",
     "[Cc]onnection (?:closed|reset)|Broken pipe|EOF occurred": "",
-    "nobody asked for|in the middle of a command": "",
+    "an unexpected answer|interrupted a command": "",
     "not a reply of its script": "see what answers there: a proxy, or another program",
 }
 # fmt: off
@@ -48,7 +50,7 @@ _MISCONFIGURED = {  # no vote before an operator changes a setting
     "ACL failure|user executing the script": _RIGHTS,
     "MOVED|ASK|CROSSSLOT|in cluster mode": _IN_A_CLUSTER,
     "DB index|Invalid Database": "name a database in its URL that it has",
-    "WRONGTYPE": "another program uses the key: delete it, or choose another prefix",
+    "WRONGTYPE": "another program uses the key: delete it, or use another prefix",
     "NOPROTO|[Uu]nknown (?:Redis )?(?:sub)?command":
         "a server before Redis 6.2, or one whose commands are renamed: name another",
     "FENCE|:fence":
@@ -62,7 +64,7 @@ _MISCONFIGURED = {  # no vote before an operator changes a setting
         "no TLS there: name its TLS port, or redis://",
     r"cannot read ssl_\w+": "correct this path in its URL, or the rights of the file",
     "NO_CERTIFICATE_OR_CRL_FOUND|PEM lib|KEY_VALUES_MISMATCH":
-        "ssl_ca_certs or ssl_certfile is no PEM file, or ssl_keyfile is not its key",
+        "ssl_ca_certs or ssl_certfile is not a PEM file, or ssl_keyfile is not its key",
     "alert certificate required|alert handshake failure":
         "it asks for a client certificate: name one in its URL, as ssl_certfile and ssl_keyfile",
     "alert unknown ca|alert bad certificate|alert certificate":
@@ -70,19 +72,34 @@ _MISCONFIGURED = {  # no vote before an operator changes a setting
     "not a Redis server|reply type byte": "another kind of server listens there",
 }
 # fmt: on
-_SIGNS = {**_TEMPORARY, **_MISCONFIGURED}
-_MEANINGS = [(sign in _MISCONFIGURED, hint) for sign, hint in _SIGNS.items()]
-_KNOWN = re.compile("|".join(rf"((?<!\w)(?:{sign})(?!\w))" for sign in _SIGNS))
+_REPLICA = {_NOT_A_PRIMARY}  # hints of errors of a server that is no primary
+
+
+@functools.cache
+def _known() -> tuple[re.Pattern[str], list[tuple[bool, str]]]:
+    """Return what finds the first sign in a text. And by sign: is a setting wrong, and the hint."""
+    signs = {**_TEMPORARY, **_MISCONFIGURED}
+    meanings = [(sign in _MISCONFIGURED, hint) for sign, hint in signs.items()]
+    return re.compile("|".join(rf"((?<!\w)(?:{sign})(?!\w))" for sign in signs)), meanings
+
+
+def add_signs(temporary: Mapping[str, str], misconfigured: Mapping[str, str], replica: str) -> None:
+    """Know the errors of another kind of node, too. replica: the hint of those of a replica."""
+    _TEMPORARY.update(temporary)
+    _MISCONFIGURED.update(misconfigured)
+    _REPLICA.add(replica)
+    _known.cache_clear()
 
 
 def _meaning(text: str) -> tuple[bool, str]:
     """Return whether the first known words of a text mean a wrong setting, and the hint."""
     # Anywhere in the text: servers before 7 wrap an error of a script in their own ERR. Only the
     # first match: a later one may be in an argument of ours that the server repeats.
-    found = _KNOWN.search(text, 0, LONGEST_CAUSE)
+    known, meanings = _known()
+    found = known.search(text, 0, LONGEST_CAUSE)
     if found is None or found.lastindex is None:
         return False, ""
-    return _MEANINGS[found.lastindex - 1]
+    return meanings[found.lastindex - 1]
 
 
 def is_misconfigured(text: str) -> bool:
@@ -100,7 +117,7 @@ def hint_of(text: str) -> str:
 
 
 def is_of_a_replica(text: str) -> bool:
-    return hint_of(text) == _NOT_A_PRIMARY
+    return hint_of(text) in _REPLICA
 
 
 def with_hint(text: str) -> str:
@@ -127,7 +144,9 @@ def causes_of(
     for node in nodes:
         error = errors.get(node.index) or node.error
         if node.index in abstaining:
-            causes.append(f"{node.name}: {abstention_cause(abstaining[node.index])}")
+            keeps = node.address.keeps_locks
+            cause = abstention_cause(abstaining[node.index], keeps_locks=keeps)
+            causes.append(f"{node.name}: {cause}")
         elif error is not None:
             causes.append(f"{node.name}: {with_hint(error.cause)}")
         elif voted is not None and node.index not in voted:  # frozen or partitioned: no error yet

@@ -16,10 +16,14 @@ from celery_redlock.lock.model.keys import (
     guard_keys,
     inbox_channel,
     lock_key,
+    rate_keys,
+    tenure_key,
+    waiting_for,
     waiting_key,
 )
 from celery_redlock.lock.model.lease import Lease
 from celery_redlock.lock.model.options import CompletionMarker, LockOptions
+from celery_redlock.lock.model.rate import Rate, Start
 from celery_redlock.lock.transport.command import Script, encode_bulk, encode_command, encode_text
 
 REGISTERED_FOR = 60.0  # seconds after which a set of waiters that nobody refreshes expires
@@ -32,11 +36,19 @@ def load_script(name: str, *before: str) -> Script:
     return Script(name, b"".join(texts))
 
 
-GRANT, MARKER = (load_script(name, "vote") for name in ("grant", "marker"))
-PERMIT, REGISTER = load_script("permit", "vote", "permits"), load_script("register", "permits")
+GRANT, MARKER, UNIQUE = (load_script(name, "vote") for name in ("grant", "marker", "unique"))
+PERMIT = load_script("permit", "vote", "permits")
+REGISTER = load_script("register", "vote", "permits", "starts")
+TAKE = load_script("take", "vote", "tenure", "starts")
+CANCEL = load_script("cancel", "vote", "announce", "starts")
+RECORD = load_script("record", "vote", "starts")
 RELEASE, BREAK = load_script("release", "announce", "permits"), load_script("break", "announce")
 GUARD, TRUST = (load_script(name, "tenure") for name in ("guard", "trust"))
 RENEW, FENCE = map(load_script, ("renew", "fence"))
+SCRIPTS = (
+    GRANT, PERMIT, RENEW, RELEASE, REGISTER, GUARD, TRUST, BREAK, UNIQUE, MARKER, TAKE, CANCEL,
+    RECORD, FENCE,
+)  # fmt: skip
 
 
 def _number(value: float) -> bytes:
@@ -47,10 +59,11 @@ _NOTHING = encode_bulk(b"")
 
 
 class Requests:
-    """The requests for keys under one prefix."""
+    """The requests for keys under one prefix. drift: the fraction by which clocks may differ."""
 
-    def __init__(self, prefix: str) -> None:
-        self._prefix, self._fence = prefix, encode_text(fence_key(prefix))
+    def __init__(self, prefix: str, drift: float) -> None:
+        self._prefix, self._drift = prefix, drift
+        self._fence = encode_text(fence_key(prefix))
         names = b"".join((*map(encode_text, guard_keys(prefix)), self._fence)).replace(b"%", b"%%")
         inbox = encode_text(inbox_channel(prefix, "")).replace(b"%", b"%%")
         self._acquire = b"*12\r\n" + GRANT.by_digest + b"$1\r\n4\r\n%b" + names + b"%b%b%b"
@@ -90,6 +103,32 @@ class Requests:
             encode_text(completion_key(self._prefix, marker.run)),
             *words,
         )
+
+    def take(self, start: Start, first: int, asked: int | None, *, again: bool) -> bytes:
+        """Return the request for one permit of a rate; first, asked: as of `permit`.
+
+        again: the same start was asked for before.
+        """
+        key, wanted = start.key, _NOTHING if asked is None else _number(asked)
+        words = start.packed_value, key.packed_rate, key.packed_kept, _number(first), wanted
+        keys = (key.base, key.packed_tokens, *map(encode_text, guard_keys(self._prefix)))
+        tenure = encode_text(tenure_key(self._prefix))
+        head = b"*16\r\n" + TAKE.by_digest + _number(5)
+        return b"".join((head, *keys, tenure, *words, _number(again)))
+
+    def cancel(self, start: Start) -> bytes:
+        """Return the request that gives a start back. A node may have granted another permit."""
+        key, inbox = start.key, encode_text(inbox_channel(self._prefix, ""))
+        permit = _number(key.permit)
+        words = key.base, key.packed_tokens, key.waiting, start.packed_value, permit, inbox
+        return b"".join((b"*10\r\n", CANCEL.by_digest, _number(3), *words, key.packed_kept))
+
+    def record(self, start: Start, begun_for: float) -> bytes:
+        """Return the request that stores a start. begun_for: seconds since its body began."""
+        key, begun_ms = start.key, _number(begun_for * 1000)
+        words = start.packed_value, _number(key.permit), key.packed_kept, begun_ms
+        head = b"*9\r\n" + RECORD.by_digest + _number(2)
+        return b"".join((head, key.base, key.packed_tokens, *words))
 
     def renew(self, leases: Sequence[Lease], note: bytes = b"") -> bytes:
         """Return the request that renews keys.
@@ -133,18 +172,28 @@ class Requests:
         return lease.packed_release
 
     def register(
-        self, waiter: str, resource: str, since: float, limit: int = 0, passed: int = 0
+        self,
+        waiter: str,
+        name: str,
+        since: float,
+        limit: int | Rate = 0,
+        passed: int = 0,
     ) -> bytes:
-        """Return the request that registers a process as a waiter for a resource.
+        """Return the request that registers a process as a waiter.
 
-        since: seconds since 1970, when its first caller or message began to wait. limit: of the
-        lock about whose permits it asks; 0: it does not ask. passed: how many waiters before it
-        have had their turn.
+        name: of `keys.name_of_lock` or `keys.name_of_rate`. since: seconds since 1970, when its
+        first caller or message began to wait. limit: of the lock about whose permits it asks, or
+        the rate; 0: it does not ask. passed: how many waiters before it have had their turn.
         """
-        keys = [waiting_key(self._prefix, resource)]
-        keys += [lock_key(self._prefix, resource)] * bool(limit)
+        keys, (resource, _) = [waiting_key(self._prefix, name)], waiting_for(name)
+        terms = str(limit), ""
+        if isinstance(limit, Rate):
+            terms = str(limit.starts), str(limit.kept_ms(self._drift))
+            keys.append(rate_keys(self._prefix, resource)[0])
+        elif limit:
+            keys.append(lock_key(self._prefix, resource))
         words = f"{since:.3f}", f"{REGISTERED_FOR * 1000:.0f}", str(passed)
-        return REGISTER.call(keys, waiter, *words, inbox_channel(self._prefix, ""), str(limit))
+        return REGISTER.call(keys, waiter, *words, inbox_channel(self._prefix, ""), *terms)
 
     def update(self, waiter: str, resource: str, since: float) -> bytes:
         """Return the request that changes since when a registered process waits.

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import functools
+import importlib
 import inspect
 import ipaddress
 import os
@@ -17,7 +18,7 @@ import ssl
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar, cast
 from urllib.parse import parse_qsl
 
 import redis
@@ -29,9 +30,17 @@ from redis.sentinel import Sentinel
 from celery_redlock.errors import SettingsError
 from celery_redlock.lock.platform.clock import Platform
 from celery_redlock.lock.transport.command import read_list, text_of
+from celery_redlock.lock.transport.connection import (
+    Connection,
+    Peer,
+    PubSub,
+    RedisConnection,
+    RedisPubSub,
+)
 
 T = TypeVar("T")
-URL_SCHEMES = ("redis", "rediss", "unix", "sentinel")
+POSTGRES, POSTGRES_SCHEMES = "celery_redlock.lock.postgres.address", ("postgresql", "postgres")
+URL_SCHEMES = ("redis", "rediss", "unix", "sentinel", "postgresql")
 # What the query of a sentinel:// URL may name. `ssl_validate_ocsp` is not in it: redis-py ignores
 # its text in a URL.
 _TLS_OPTIONS = [
@@ -57,29 +66,70 @@ _HOST = r"(?:\[[\da-fA-F:.]+\]|[\w.-]+)(?::\d{1,5})?(?=[,/]|$)"
 _PLACE = re.compile(rf"(?:{_HOST}(?:,{_HOST})*)?(?:/[\w./-]*$)?")
 
 
+class Address(Protocol):
+    """The address of a node, and how to connect to it: its scheme names the kind of server.
+
+    name: for logs and errors; never with credentials. server: a canonical spelling, equal for two
+    addresses of one server. keeps_locks: over a restart, so such a node is the only one of its
+    client.
+    """
+
+    keeps_locks: ClassVar[bool]
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def server(self) -> str: ...
+
+    def dial(self, timeout: float, node_timeout: float | None = None) -> Any:
+        """Return a connected, authenticated connection with the methods of redis-py's."""
+
+    def connection(self, dialled: Any, peer: Peer) -> Connection:
+        """Return the connection that a node writes to and reads from. dialled: of `dial`."""
+
+    def pubsub(self, timeout: float, node_timeout: float) -> PubSub:
+        """Return a new connection that hears messages."""
+
+    def cause_of(self, error: BaseException, timeout: float) -> str:
+        """Return why the node cannot be connected to."""
+
+    def doubts(self, timeout: float) -> list[tuple[str, str, str]]:
+        """Return what `doctor` is to report: setting, value and what to do. timeout: as above."""
+
+    def setup_sql(self, prefix: str) -> str:
+        """Return the statements that an operator runs once on the server; "" for none."""
+
+    def create_schema(self, prefix: str) -> bool:
+        """Run these statements; return whether that was needed. Raises redis.RedisError."""
+
+
 @dataclass(frozen=True)
-class Address:
-    """The address of a node, and how to connect to it.
+class RedisAddress:
+    """The address of a Redis or Valkey node, and how to connect to it.
 
     name: host and port, or path, for logs and errors; never with credentials.
     server: a canonical spelling, equal for two addresses of one server.
     sentinels: the Sentinels that know the place of the node; the one to ask first is the first.
     """
 
+    keeps_locks: ClassVar[bool] = False
     name: str
     server: str
     pool: Any = field(repr=False)  # redis-py's
     platform: Platform | None = field(default=None, repr=False)  # None: the machine's
-    sentinels: list[Address] = field(default_factory=list, repr=False, compare=False, kw_only=True)
+    sentinels: list[RedisAddress] = field(
+        default_factory=list, repr=False, compare=False, kw_only=True
+    )
 
-    def dial(self, timeout: float, sentinel_timeout: float | None = None) -> Any:
+    def dial(self, timeout: float, node_timeout: float | None = None) -> Any:
         """Return a connected, authenticated redis-py connection.
 
-        timeout: seconds for each step. sentinel_timeout: for each step with a Sentinel, as another
+        timeout: seconds for each step. node_timeout: for each step with a Sentinel, as another
         Sentinel may answer; None for `timeout`.
         """
         try:
-            connection = self._connect(timeout, sentinel_timeout)
+            connection = self._connect(timeout, node_timeout)
         except redis.RedisError as error:
             if type(error) in (redis.ConnectionError, redis.TimeoutError):  # no server's words
                 raise
@@ -96,9 +146,7 @@ class Address:
             raise
         return connection
 
-    def _connect(
-        self, timeout: float, sentinel_timeout: float | None = None, **changed: Any
-    ) -> Any:
+    def _connect(self, timeout: float, node_timeout: float | None = None, **changed: Any) -> Any:
         """Return a connection to which AUTH is all that was sent. changed: options of redis-py."""
         options = {
             **self.pool.connection_kwargs,
@@ -118,18 +166,25 @@ class Address:
         # otherwise redis-py sends CLIENT SETINFO, and loses the error of a server that rejects it
         connection.driver_info = connection.lib_name = connection.lib_version = None
         if self.sentinels:
-            connection.connect_to(self._primary(sentinel_timeout or timeout))
+            connection.connect_to(self._primary(node_timeout or timeout))
         else:
             connection.connect()
         return connection
 
-    def ask(self, timeout: float, do: Callable[[Any], T]) -> T:
-        """Call a function with a new connection and return its result; timeout: as for `dial`."""
-        connection = self.dial(timeout)
-        try:
-            return do(connection)
-        finally:
-            connection.disconnect()
+    def connection(self, dialled: Any, peer: Peer) -> Connection:
+        return RedisConnection(dialled, peer)
+
+    def pubsub(self, timeout: float, node_timeout: float) -> PubSub:
+        return RedisPubSub(self.dial(timeout, node_timeout), node_timeout)
+
+    def doubts(self, timeout: float) -> list[tuple[str, str, str]]:
+        return []  # `status` shows what counts of it
+
+    def setup_sql(self, prefix: str) -> str:
+        return ""
+
+    def create_schema(self, prefix: str) -> bool:
+        return False
 
     def _primary(self, timeout: float) -> tuple[str, int]:
         """Return host and port of the primary, as the first Sentinel says that knows it.
@@ -141,7 +196,7 @@ class Address:
         named = functools.partial(_named_primary, service=service, least=least)
         for sentinel in tuple(self.sentinels):
             try:
-                host, port = sentinel.ask(timeout, named)
+                host, port = ask(sentinel, timeout, named)
             except Exception as error:  # also an error of the user's credential provider
                 errors.append((sentinel, error))
                 continue
@@ -194,6 +249,15 @@ class Address:
         return ""
 
 
+def ask(address: Address, timeout: float, do: Callable[[Any], T]) -> T:
+    """Call a function with a new connection and return its result; timeout: as for `dial`."""
+    connection = address.dial(timeout)
+    try:
+        return do(connection)
+    finally:
+        connection.disconnect()
+
+
 def _words_of_refusal(error: redis.RedisError) -> str:
     """Return a server's reply to AUTH, as far as it cannot repeat the password."""
     if isinstance(error, redis.InvalidResponse):
@@ -228,8 +292,8 @@ def parse_address(node: Any, level: str, name: str) -> Address:
     level, name: of the setting, for the error. Raises SettingsError for anything else, for an
     unknown scheme, and for a query of Sentinels that names an unknown option.
     """
-    if isinstance(node, Address):
-        return node
+    if hasattr(node, "dial"):
+        return cast("Address", node)
     if isinstance(node, redis.Redis):
         return _address_of(node.connection_pool)
     known = ", ".join(f"{scheme}://" for scheme in URL_SCHEMES)
@@ -238,6 +302,8 @@ def parse_address(node: Any, level: str, name: str) -> Address:
         raise SettingsError(level, name, f"a {type(node).__name__}", hint)
     scheme, separator, _ = node.partition("://")
     hint = f"a node's URL starts with one of {known}"
+    if separator and scheme in POSTGRES_SCHEMES:
+        return _postgres_address(node, level, name)
     if separator and scheme in URL_SCHEMES:
         try:
             if scheme != "sentinel":
@@ -254,6 +320,24 @@ def parse_address(node: Any, level: str, name: str) -> Address:
     raise SettingsError(level, name, repr(redact_url(node)), hint)
 
 
+def _postgres_address(url: str, level: str, name: str) -> Address:
+    try:  # by name: nothing else imports what only users of PostgreSQL have installed
+        address_of = importlib.import_module(POSTGRES).address_of
+    except ImportError as missing:
+        if (missing.name or "").partition(".")[0] != "psycopg":
+            raise
+        hint = 'needs psycopg: pip install "celery_redlock[postgresql]"'
+    else:
+        try:
+            return cast("Address", address_of(url))
+        except ValueError:
+            hint = (
+                "is not a URL of a PostgreSQL server; in user and password, write special "
+                "characters with a percent sign (%2F for /)"
+            )
+    raise SettingsError(level, name, repr(redact_url(url)), hint)
+
+
 def redact_url(url: str) -> str:
     """Return scheme, hosts, ports and path of a URL, for logs; "..." for what may be a secret."""
     scheme, separator, rest = url.partition("://")
@@ -266,19 +350,19 @@ def redact_url(url: str) -> str:
     return f"{scheme}{separator}{shown}{'' if shown == place else '...'}"
 
 
-def _address_of(pool: Any) -> Address:
+def _address_of(pool: Any) -> RedisAddress:
     service = getattr(pool, "service_name", None)
     if service is not None:  # names the Sentinels, too: two groups may use the same service name
         sentinels = [_address_of(one.connection_pool) for one in pool.sentinel_manager.sentinels]
         name = f"sentinel://{','.join(one.name for one in sentinels)}/{service}"
         each = ",".join(sorted(one.server for one in sentinels))
-        return Address(name, f"sentinel://{each}/{service}", pool, sentinels=sentinels)
+        return RedisAddress(name, f"sentinel://{each}/{service}", pool, sentinels=sentinels)
     options = pool.connection_kwargs
     if "path" in options:
-        return Address(options["path"], options["path"], pool)
+        return RedisAddress(options["path"], options["path"], pool)
     host, port = _place_of(options)
     shown = f"[{host}]" if ":" in host else host
-    return Address(f"{shown}:{port}", f"{_canonical(host)}:{port}", pool)
+    return RedisAddress(f"{shown}:{port}", f"{_canonical(host)}:{port}", pool)
 
 
 def _place_of(options: Mapping[str, Any]) -> tuple[str, int]:
@@ -303,8 +387,8 @@ def _wrong_query(query: str) -> str:
     for name, value in given.items():
         if name not in _QUERY:
             close = difflib.get_close_matches(name, _QUERY, n=1)
-            more = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(_QUERY)}"
-            return f"its query names {name!r}, which is no option of Sentinels; {more}"
+            more = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(_QUERY)}"
+            return f"its query names {name!r}, which is not an option of Sentinels; {more}"
         if not value:
             return f"its query names {name!r} without a value"
         if name in _TLS_OPTIONS and not to_bool(given.get("ssl")):
@@ -312,7 +396,7 @@ def _wrong_query(query: str) -> str:
     return ""
 
 
-def _sentinel_address(url: str) -> Address:
+def _sentinel_address(url: str) -> RedisAddress:
     # by hand: urlsplit takes the brackets of one IPv6 address, not those of a list
     place, _, query = url.partition("://")[2].partition("?")
     netloc, _, service = place.partition("/")

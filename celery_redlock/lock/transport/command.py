@@ -155,13 +155,16 @@ def outline_of(reply: Any, depth: int = 2) -> str:
 
 
 class Script:
-    """A Lua script as the bytes of the commands that run it. name: for people."""
+    """A Lua script as the bytes of the commands that run it.
+
+    name: for people. digest: that EVALSHA takes.
+    """
 
     def __init__(self, name: str, source: bytes) -> None:
-        digest = hashlib.sha1(source, usedforsecurity=False).hexdigest().encode()
         self.name, self.source = name, source
+        self.digest = hashlib.sha1(source, usedforsecurity=False).hexdigest().encode()
         self._by_source = encode_bulk(b"EVAL") + encode_bulk(source)
-        self.by_digest = encode_bulk(b"EVALSHA") + encode_bulk(digest)
+        self.by_digest = encode_bulk(b"EVALSHA") + encode_bulk(self.digest)
         self.load = b"*3\r\n" + encode_bulk(b"SCRIPT") + encode_bulk(b"LOAD") + encode_bulk(source)
 
     def call(self, keys: Sequence[str], *args: str) -> bytes:

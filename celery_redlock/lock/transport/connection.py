@@ -1,4 +1,7 @@
-"""One connection: commands are written without waiting, and replies are read in their order."""
+"""One connection: commands are written without waiting, and replies are read in their order.
+
+And one that hears messages, which come unasked: `PubSub`.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +14,19 @@ import struct
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import hiredis
 
 from celery_redlock.lock.platform.threads import keeping_gil
-from celery_redlock.lock.transport.command import INCOMPLETE, Entry, ReplyReader
+from celery_redlock.lock.transport.command import (
+    INCOMPLETE,
+    Entry,
+    ReplyReader,
+    encode_command,
+)
 
-POISONED = "an exception struck in the middle of a command"
+POISONED = "an exception interrupted a command"
 ENDED = "connection closed by the server"
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)  # SO_LINGER: unsent bytes go with the connection
 MOST_AT_ONCE = 65536  # bytes of a read
@@ -36,7 +44,36 @@ class Peer:
     suffix: bytes = b""
 
 
-class Connection:
+class Connection(Protocol):
+    """One live connection to a server, of the kind that its address makes.
+
+    poisoned: an exception interrupted a write or a read. discarded: the reason if no further reply
+    of this connection counts. opened_at, used_at: monotonic seconds: connected, last written to.
+    struck: the last reply whose handler raised. write_buffer: not empty if bytes have yet to leave.
+    is_tls: reading and writing share one state, which two threads must not use at once.
+    """
+
+    peer: Any  # of the class that `Gate.handshake` returns
+    run_id: str
+    is_tls: bool
+    poisoned: bool
+    discarded: str
+    opened_at: float
+    used_at: float
+    in_flight: deque[Entry]
+    replies: deque[tuple[Entry, Any]]
+    struck: tuple[Entry, Any] | None
+    write_buffer: bytes
+    socket: Any
+
+    def write(self, entries: Sequence[Entry], *, keeps_gil: bool = True) -> None: ...
+
+    def read(self, *, keeps_gil: bool = True) -> None: ...
+
+    def close(self, *, reset: bool) -> None: ...
+
+
+class RedisConnection:
     """One live connection, and the commands in flight, in order.
 
     Written in the turn of its node, read by one thread at a time. An exception during a write or a
@@ -79,7 +116,7 @@ class Connection:
         try:
             self.in_flight.extend(entries)
             if self.poisoned:
-                _refuse(POISONED)
+                refuse(POISONED)
             suffix = self.suffix
             if len(entries) == 1:
                 command, _, text = entries[0]
@@ -103,17 +140,17 @@ class Connection:
     def read(self, *, keeps_gil: bool = True) -> None:
         """Read, and move complete replies to `replies`. Raises OSError at the connection's end."""
         if self.poisoned:
-            _refuse(POISONED)
+            refuse(POISONED)
         try:
             reader, in_flight, done = self._reader, self.in_flight, self.replies.append
             way = self._ways[keeps_gil]
-            reader.feed(receive(way) if self.is_tls else way.recv(MOST_AT_ONCE) or _refuse(ENDED))
+            reader.feed(receive(way) if self.is_tls else way.recv(MOST_AT_ONCE) or refuse(ENDED))
             gets = reader.gets
             while (reply := gets()) is not INCOMPLETE:
                 done((in_flight[0], reply))
                 in_flight.popleft()  # last: if an exception strikes before, no command is lost
         except IndexError:
-            raise OSError("an answer that nobody asked for") from None
+            raise OSError("an unexpected answer") from None
         except BlockingIOError:
             return  # nothing has come
         except OSError:
@@ -198,10 +235,53 @@ def receive(sock: Any) -> bytes:
                 data += sock.recv(MOST_AT_ONCE)
     except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
         return data or b""
-    return data or _refuse(ENDED)
+    return data or refuse(ENDED)
 
 
-def _refuse(cause: str) -> NoReturn:
+class PubSub(Protocol):
+    """A connection that hears channels, for a `Subscriber`. Only its thread uses it."""
+
+    def fileno(self) -> int: ...
+
+    def send(self, *words: str) -> None:
+        """Send SUBSCRIBE or UNSUBSCRIBE with a channel, or PING with "". Raises OSError."""
+
+    def receive(self) -> tuple[bool, list[Any]]:
+        """Return whether the node spoke, and what is complete: [kind, channel, ...] of Redis.
+
+        Never waits. Raises OSError at the end of the connection.
+        """
+
+    def disconnect(self) -> None: ...
+
+
+class RedisPubSub:
+    """Hears channels of a Redis or Valkey node. timeout: s for a node that does not read."""
+
+    def __init__(self, dialled: Any, timeout: float) -> None:
+        self._dialled, self._timeout = dialled, timeout
+        self._reader = ReplyReader()
+
+    def fileno(self) -> int:
+        return int(self._dialled._sock.fileno())
+
+    def send(self, *words: str) -> None:
+        self._dialled._sock.settimeout(self._timeout)
+        self._dialled._sock.sendall(encode_command(*words))
+
+    def receive(self) -> tuple[bool, list[Any]]:
+        self._dialled._sock.setblocking(False)
+        data, replies = receive(self._dialled._sock), []
+        self._reader.feed(data)
+        while (reply := self._reader.gets()) is not INCOMPLETE:
+            replies.append(reply)
+        return bool(data), replies
+
+    def disconnect(self) -> None:
+        self._dialled.disconnect()
+
+
+def refuse(cause: str) -> NoReturn:
     raise OSError(cause)
 
 

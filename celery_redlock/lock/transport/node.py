@@ -24,7 +24,7 @@ from celery_redlock.lock.transport.connection import Connection, Peer, connect_b
 LONGEST_RECONNECT = 1.0  # seconds between two tries to reach a node
 RECONNECT = ExponentialBackoff(cap=LONGEST_RECONNECT, base=0.05)
 BUSY = "another thread was at its connection for too long"
-IDLE = "idle for so long that another server may have served meanwhile"
+IDLE = "idle for too long: another server may have answered meanwhile"
 LONGEST_CAUSE = 500  # characters of an error that are kept
 LINGER = 30.0  # seconds that the connecting thread waits for its next use
 
@@ -300,7 +300,7 @@ class Node:
 
         dialled: a result of `Address.dial`. info: that of the handshake.
         """
-        connection = Connection(dialled, info)
+        connection = self.address.connection(dialled, info)
 
         def use() -> None:  # not as a job: the connection may be refused before a job runs
             if not self.jobs.lock.run_within(PAUSES, self._use, connection):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
+import re
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
@@ -37,6 +38,7 @@ from celery_redlock.lock.transport.poller import LONGEST_DOZE, PollerPool
 T = TypeVar("T")
 
 _jobs_of = operator.attrgetter("jobs.pending")
+AGAIN = re.compile("NOSCRIPT|TRYAGAIN")  # errors after which a script is sent again
 LOOKS, LOOK = 15, 0.0002  # how often, and every how many seconds, `wait_keeping_gil` reads
 
 
@@ -295,8 +297,8 @@ class Nodes:
                 found = (command, sent, request), reply = replies[0]
                 if type(reply) is not hiredis.ReplyError:
                     command.handler.on_reply(index, sent, reply, run_id)
-                elif request is command.request and str(reply).startswith("NOSCRIPT"):
-                    self._send_source(node, command, sent)
+                elif command.script and request is command.request and AGAIN.match(str(reply)):
+                    self._send_source(node, command.script, command, sent)
                 else:
                     demoted = self._dispatch_error(node, found[0], reply, run_id) or demoted
                 if replies and replies[0] is found:  # otherwise the connection was given up
@@ -328,11 +330,12 @@ class Nodes:
         self._mailbox.put(Report(node.index, entries, error, None))
         connection.replies.clear()
 
-    def _send_source(self, node: Node, command: Command, sent: float) -> None:
-        """Send the source of a script that a server has forgotten, after a flush or a restart."""
-        script = command.script
-        if script is None:
-            return
+    def _send_source(self, node: Node, script: Script, command: Command, sent: float) -> None:
+        """Send a request again, once, with the source of its script.
+
+        A server has forgotten the script, after a flush or a restart; or it has changed nothing, as
+        another client was at the same key.
+        """
         request, again = script.with_source(command.request), command
         if not command.handler.wanted:  # else a node that replies last would never get the script
             request, again = script.load, Command(script.load, IGNORE_REPLY)

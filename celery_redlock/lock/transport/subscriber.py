@@ -13,8 +13,8 @@ from typing import Any
 from celery_redlock.lock.platform.clock import Platform
 from celery_redlock.lock.platform.threads import JobQueue
 from celery_redlock.lock.transport.address import Address
-from celery_redlock.lock.transport.command import INCOMPLETE, ReplyReader, encode_command, text_of
-from celery_redlock.lock.transport.connection import connect_budget, receive
+from celery_redlock.lock.transport.command import text_of
+from celery_redlock.lock.transport.connection import PubSub, connect_budget
 from celery_redlock.lock.transport.node import RECONNECT
 
 LINGER = 30.0  # seconds that an unused connection is kept; seconds without data before a PING
@@ -42,8 +42,7 @@ class Subscriber:
         self._waker: Any = None  # made in the thread: no caller fails if no descriptor is left
         self._jobs = JobQueue(platform.try_lock(), self._wake)  # start and end of the thread
         self._running = self._closed = False
-        self._connection: Any = None
-        self._reader = ReplyReader()
+        self._pubsub: PubSub | None = None
         self.asked: set[str] = set()
         self.confirmed: set[str] = set()
         # whether a PING waits for its reply; monotonic seconds of that PING, or of the last data
@@ -108,30 +107,28 @@ class Subscriber:
     def _listen(self) -> bool:
         """Subscribe to the wanted channels and handle messages; return False after a timeout."""
         wanted = self._channels()
-        if self._connection is None:
+        if self._pubsub is None:
             if not wanted:
                 return self._wait(LINGER)
-            self._connection = self._address.dial(connect_budget(self._timeout), self._timeout)
-            self._reader = ReplyReader()
+            budget = connect_budget(self._timeout)
+            self._pubsub = self._address.pubsub(budget, self._timeout)
             self._pinged, self._spoke_at = False, self._clock.now()
         for channel in wanted - self.asked:  # one each: a user may have no right to one
-            self._send("SUBSCRIBE", channel)
+            self._pubsub.send("SUBSCRIBE", channel)
         for channel in self.asked - wanted:
-            self._send("UNSUBSCRIBE", channel)
+            self._pubsub.send("UNSUBSCRIBE", channel)
         self.asked = wanted
         if not self._channels() <= wanted:  # who wants another one since has seen the old ones
             return True
         came = self._wait(self._timeout if self._pinged else LINGER)
-        self._connection._sock.setblocking(False)
-        data = receive(self._connection._sock)
-        if data or wanted:
-            self._check_silence(heard=bool(data), came=came)
-        self._reader.feed(data)
-        while (reply := self._reader.gets()) is not INCOMPLETE:
+        heard, replies = self._pubsub.receive()
+        if heard or wanted:
+            self._check_silence(self._pubsub, heard=heard, came=came)
+        for reply in replies:
             self._take(reply)
         return came
 
-    def _check_silence(self, *, heard: bool, came: bool) -> None:
+    def _check_silence(self, pubsub: PubSub, *, heard: bool, came: bool) -> None:
         """Send PING to a node that sends nothing; raise OSError if it does not reply.
 
         Checks the clock, too: frequent wake-ups keep every wait shorter than its timeout.
@@ -143,12 +140,8 @@ class Subscriber:
         elif is_over and self._pinged:
             raise OSError("no answer")
         elif is_over:
-            self._send("PING", "")
+            pubsub.send("PING", "")
             self._pinged, self._spoke_at = True, now
-
-    def _send(self, *words: str) -> None:
-        self._connection._sock.settimeout(self._timeout)  # for a node that does not read
-        self._connection._sock.sendall(encode_command(*words))
 
     def _take(self, reply: Any) -> None:
         kind, name = reply[:2] if isinstance(reply, list) else (b"", b"")
@@ -166,15 +159,15 @@ class Subscriber:
         poll = self._platform.new_poll(True)
         if self._waker is not None:  # it is, if no descriptor was left
             poll.register(self._waker.descriptor, select.POLLIN)
-        if self._connection is not None:
-            poll.register(self._connection._sock.fileno(), select.POLLIN)
+        if self._pubsub is not None:
+            poll.register(self._pubsub.fileno(), select.POLLIN)
         ready = poll.poll(max(1, int(seconds * 1000)))
         if self._waker is not None:
             self._waker.clear()
         return bool(ready)
 
     def _drop(self) -> None:
-        connection, self._connection = self._connection, None
+        pubsub, self._pubsub = self._pubsub, None
         self.asked, self.confirmed = set(), set()
-        if connection is not None:
-            connection.disconnect()
+        if pubsub is not None:
+            pubsub.disconnect()

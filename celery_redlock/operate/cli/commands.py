@@ -1,7 +1,8 @@
 """The commands of `celery redlock`, each with what only that command does.
 
-They read (`status`, `locks`, `waiters`, `show`, `top`), change something (`break`, `trust`), or are
-about settings (`options`, `doctor`). What they show, also on the screen of `top`, is in `views.py`.
+They read (`status`, `locks`, `waiters`, `claims`, `show`, `top`), change something (`break`,
+`trust`, `setup`), or are about settings (`options`, `doctor`). What they show is in `views.py`, the
+screen of `top` in `top.py`.
 """
 
 from __future__ import annotations
@@ -11,17 +12,23 @@ import json
 import math
 import socket
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import click
+from celery.backends.base import DisabledBackend
+from redis import RedisError
 
 from celery_redlock.label import escaped
+from celery_redlock.lock.claims import delete_claim
 from celery_redlock.lock.client import Redlock
-from celery_redlock.lock.inspection import LockReport, break_lock, list_locks
+from celery_redlock.lock.engine.events import EVICTS_LOCKS
+from celery_redlock.lock.inspection import break_lock, break_rate
 from celery_redlock.lock.node_status import missing_rights, read_shared_settings, shared_settings_of
-from celery_redlock.lock.server.admin import trust_nodes
+from celery_redlock.lock.reports import BreakReport, BrokenLock, LockReport, NodeList, RateReport
+from celery_redlock.lock.server.admin import PATIENCE, trust_nodes
+from celery_redlock.lock.server.error_hints import with_hint
 from celery_redlock.operate.cli import views
 from celery_redlock.operate.cli.group import (
     EXIT_UNKNOWN,
@@ -36,11 +43,22 @@ from celery_redlock.operate.cli.group import (
     redlock,
     within_deadline,
 )
-from celery_redlock.operate.cli.views import NodesView, WaitersView, failing_lines, lock_name
+from celery_redlock.operate.cli.top import look_repeatedly, show_live
+from celery_redlock.operate.cli.views import (
+    WaitersView,
+    ask_workers,
+    failing_lines,
+    lock_name,
+    quorum_line,
+)
+from celery_redlock.operate.control import redlock_settings, shared_by
 from celery_redlock.operate.lints import ADVICE, ERROR, WARNING, Lint, left_open, lint
+from celery_redlock.tasks.declaration import ENTRY
 from celery_redlock.tasks.per_app import redlock_of, settings_of
 from celery_redlock.tasks.settings.app import did_you_mean
 from celery_redlock.tasks.startup import locked_tasks
+
+UNTIL_ALIKE = "until all clients use the same, two tasks may hold one lock"
 
 
 @redlock.command()
@@ -51,8 +69,8 @@ def status(ctx: click.Context, as_json: bool) -> None:
 
     The exit status is 1 without a quorum.
     """
-    nodes = NodesView.of(redlock_of(app_from(ctx)))
-    print_result(as_json, as_data(nodes), nodes.table(), nodes.quorum_line())
+    nodes = redlock_of(app_from(ctx)).status()
+    print_result(as_json, as_data(nodes), views.node_table(nodes), quorum_line(nodes))
     if not nodes.has_quorum:
         ctx.exit(1)
 
@@ -61,13 +79,13 @@ def status(ctx: click.Context, as_json: bool) -> None:
 @as_json
 @click.pass_context
 def locks(ctx: click.Context, as_json: bool) -> None:
-    """Show all locks: who holds each, since when, and its votes.
+    """Show all locks with their holders, and the used starts of rates.
 
     The exit status is 2 if too few nodes answer for all locks to be known.
     """
-    sight = list_locks(redlock_of(app_from(ctx)))
+    sight = redlock_of(app_from(ctx)).locks()
     lines = (*failing_lines(sight.failing), *views.unknown_lines(sight))
-    print_result(as_json, as_data(sight), views.lock_table(sight), *lines)
+    print_result(as_json, as_data(sight), *views.lock_tables(sight), *lines)
     if not sight.is_known:
         ctx.exit(EXIT_UNKNOWN)
 
@@ -76,10 +94,9 @@ def locks(ctx: click.Context, as_json: bool) -> None:
 @as_json
 @click.pass_context
 def waiters(ctx: click.Context, as_json: bool) -> None:
-    """Show the processes that wait for a lock, in order, and their tasks.
+    """Show the processes that wait, in order, and their tasks.
 
-    The nodes know the processes. The workers are asked for the tasks. The exit status is 2 if too
-    few nodes answer.
+    Each waits for a lock, or for a start of a rate. The exit status is 2 if too few nodes answer.
     """
     waiting = WaitersView.ask(app_from(ctx))
     processes = waiting.registered
@@ -99,22 +116,30 @@ def show(ctx: click.Context, name: str, as_json: bool) -> None:
     The exit status is 2 if too few nodes answer for that to be known.
     """
     app = app_from(ctx)
-    sight, everyone = list_locks(redlock_of(app)), WaitersView.ask(app)
-    waiting, task = everyone.for_resource(name), None
-    locks = [lock for lock in sight.locks if lock.resource == name]
-    if not (locks or waiting.waiting or waiting.registered.processes):
+    sight, everyone = redlock_of(app).locks(), WaitersView.ask(app)
+    waiting, task, shown = everyone.for_resource(name), None, sight.of([name])
+    if not (shown.locks or shown.rates or waiting.waiting or waiting.registered.processes):
         task = views.TaskView.find(app, name, sight, everyone)
     if task is not None:
-        locks = [lock for lock in sight.locks if lock.resource in task.resources]
-        waiting = everyone.for_task(name)
-    shown, failing = replace(sight, locks=tuple(locks)), sight.failing
-    parts: list[str | Table] = [views.lock_table(shown)] if locks else []
+        shown, waiting = sight.of(task.resources), everyone.for_task(name)
+    locks, failing = shown.locks, sight.failing
+    parts: list[str | Table] = [*views.lock_tables(shown)]
+    parts = parts[not locks :]  # without the table of no locks
     if task is not None:
         parts.insert(0, task.table())
     else:
-        none = f"No lock stands on {name}." if sight.is_known else views.LOCKS_UNKNOWN
-        parts = [*(parts or [none]), *(views.vote_table(lock, sight) for lock in locks)]
-        parts += [*waiting.tables(), *waiting.notes()]
+        none = f"No lock is held on {name}." if sight.is_known else views.LOCKS_UNKNOWN
+        parts = [
+            *([] if locks else [none]),
+            *parts,
+            *(views.vote_table(lock, sight) for lock in locks),
+        ]
+        if locks or waiting.waiting or waiting.registered.processes or not sight.is_known:
+            parts += [*waiting.tables(name)]
+        else:
+            is_off = isinstance(app.backend, DisabledBackend)
+            parts.append(views.NO_BACKEND if is_off else views.PENDING_TASK)
+        parts += waiting.notes()
         failing = {**failing, **waiting.registered.failing}
     data = {"resource": name, "task": as_data(task), **as_data(shown), "waiters": waiting.data()}
     print_result(as_json, data, *parts, *failing_lines(failing), *views.unknown_lines(sight))
@@ -132,96 +157,136 @@ def finite(_: click.Context, param: click.Parameter, value: float) -> float:
 @redlock.command()
 @click.option(
     "--interval", type=click.FloatRange(0.0, 3600.0, min_open=True), callback=finite, default=2.0,
-    show_default=True, help="Seconds between two looks.",
+    show_default=True, help="Seconds between two refreshes.",
 )  # fmt: skip
-@click.option("--count", type=click.IntRange(1), help="How many looks; until `q` if not given.")
+@click.option(
+    "--count", type=click.IntRange(1), help="Number of refreshes; until `q` if not given."
+)
 @as_json
 @click.pass_context
 def top(ctx: click.Context, interval: float, count: int | None, as_json: bool) -> None:
-    """Show nodes, locks, and who waits, again and again; `q` ends it.
+    """Show nodes, locks and waiting tasks live; `q` ends it.
 
-    With --json each look is one line.
+    With --json each refresh is one line.
     """
-    looks = views.look_repeatedly(app_from(ctx), interval, count)
-    if as_json:
-        for look in looks:
-            click.echo(json.dumps(look.data(), default=str))
-    elif sys.stdin.isatty() and sys.stdout.isatty():
-        views.show_live(looks)
-    else:
-        for look in looks:
-            print_all(*look.tables(), *look.notes())
+    looks = look_repeatedly(app_from(ctx), interval, count)
+    with suppress(KeyboardInterrupt):  # Ctrl-C ends it as `q` does
+        if as_json:
+            for look in looks:
+                click.echo(json.dumps(look.data(), default=str))
+        elif sys.stdin.isatty() and sys.stdout.isatty():
+            show_live(looks)
+        else:
+            for look in looks:
+                print_all(*look.tables(), *look.notes())
+
+
+@redlock.command()
+@click.argument("pattern", default="*", callback=named)
+@as_json
+@click.pass_context
+def claims(ctx: click.Context, pattern: str, as_json: bool) -> None:
+    """Show the claims of deduplicated calls.
+
+    PATTERN, such as "stock:*", selects resources. While a claim stands, a send of the same is a
+    duplicate. `break --claim` ends it. The exit status is 2 if too few nodes answer.
+    """
+    sight = redlock_of(app_from(ctx)).claims(pattern)
+    lines = (*failing_lines(sight.failing), *views.unknown_lines(sight))
+    print_result(as_json, as_data(sight), views.claim_table(sight), *lines)
+    if not sight.is_known:
+        ctx.exit(EXIT_UNKNOWN)
 
 
 @redlock.command("break")
 @click.argument("resource", callback=named)
 @click.option("--permit", type=click.IntRange(0), help="Only this permit, from 0 on.")
+@click.option("--claim", is_flag=True, help="End the claims of deduplicated calls, not the lock.")
 @click.option("--yes", is_flag=True, help="Do not ask.")
 @as_json
 @click.pass_context
-def break_(ctx: click.Context, resource: str, permit: int | None, yes: bool, as_json: bool) -> None:
+def break_(
+    ctx: click.Context, resource: str, permit: int | None, claim: bool, yes: bool, as_json: bool
+) -> None:
     """Take RESOURCE from its holder; asks first.
 
-    The holder learns of it at its next renewal. Until then its body goes on, and another one may
-    run beside it. A lock that is taken while this asks is not touched.
+    The holder's body goes on until its next renewal, and another one may run beside it. A lock that
+    is taken while this asks stays. All starts of a rate are given back.
     """
     app = app_from(ctx)
     made = redlock_of(app)
-    sight = list_locks(made, resource)
+    if claim:
+        if permit is not None:
+            raise command_error("--permit is of a lock, and --claim of a send: give one of them")
+        _end_claims(ctx, made, resource, yes, as_json)
+        return
+    sight = made.locks(resource)
     found = [lock for lock in sight.locks if permit in (None, lock.permit) and lock.value]
-    if not found:
+    rates = sight.rates if permit is None else ()
+    if not found and not rates:
         rest = "; ".join(failing_lines(sight.failing))
-        raise command_error(f"no lock stands on {resource}{rest and f' ({rest})'}")
+        none = f"no lock is held on {resource}" if sight.is_known else views.LOCKS_UNKNOWN
+        raise command_error(f"{none.rstrip('.')}{rest and f' ({rest})'}")
     if not yes:
-        print_all(*(f"{lock.holder} loses {lock_name(lock)}" for lock in found), err=as_json)
-        click.confirm("Its body goes on until its next renewal. Break it?", abort=True, err=as_json)
-    broken = []
-    for lock in found:
-        deleted, failing = break_lock(made, lock)
-        gone_from = [node for node, gone in deleted.items() if gone]
-        broken.append(BrokenLock(lock, gone_from, failing))
-    records = [{**as_data(one.lock), **as_data(one)} for one in broken]
-    data = {"resource": resource, "broken": records}
-    print_result(as_json, data, *(one.text() for one in broken))
-    for one in broken:  # after the lines above: a broker may be silent for the whole deadline
-        one.send_event(app)
-    if any(one.failing and len(one.gone_from) < one.lock.needed for one in broken):
+        _confirm_break(found, rates, err=as_json)
+    broken = BreakReport(
+        resource,
+        tuple(break_lock(made.session, lock) for lock in found),
+        tuple(break_rate(made.session, rate) for rate in rates),
+        sight.needed,
+    )
+    lines = [*map(views.broken_line, broken.locks), *map(views.freed_line, broken.rates)]
+    print_result(as_json, as_data(broken), *lines)
+    for one in broken.locks:  # after the lines above: a broker may be silent for the whole deadline
+        _send_broken(app, one)
+    if not broken.is_complete:
         ctx.exit(1)
 
 
-@dataclass(frozen=True)
-class BrokenLock:
-    """The result of breaking a lock.
+def _confirm_break(locks: Sequence[LockReport], rates: Sequence[RateReport], *, err: bool) -> None:
+    print_all(*(f"{lock.holder} loses {lock_name(lock)}" for lock in locks), err=err)
+    for rate in rates:
+        print_all(f"{rate.resource} ({rate.rate}) gets {rate.used} used starts back", err=err)
+    question = "Its body goes on until its next renewal. Break it?"
+    if not locks:
+        question = "More bodies may start than the rate says. Give them back?"
+    click.confirm(question, abort=True, err=err)
 
-    gone_from: the nodes that have deleted the key. failing: by node, why it could not be reached.
-    """
 
-    lock: LockReport = field(repr=False)
-    gone_from: Sequence[str]
-    failing: Mapping[str, str]
+def _send_broken(app: Any, broken: BrokenLock) -> None:
+    """Send `task-lock-broken` to monitors; without a broker the lock is broken all the same."""
+    resource, holder = broken.lock.resource, broken.lock.holder
 
-    def send_event(self, app: Any) -> None:
-        """Send `task-lock-broken` to monitors; without a broker the lock is broken all the same."""
-        resource, holder = self.lock.resource, self.lock.holder
+    def send() -> None:
+        by = f"{getpass.getuser()}@{socket.gethostname()}"
+        result = f"{resource}: its lock is broken by {by}"
+        fields = {"resource": resource, "holder": holder.label, "by": by, "result": result}
+        with app.events.default_dispatcher() as dispatcher:
+            dispatcher.send("task-lock-broken", uuid=holder.task_id, **fields)
 
-        def send() -> None:
-            by = f"{getpass.getuser()}@{socket.gethostname()}"
-            result = f"{resource}: its lock is broken by {by}"
-            fields = {"resource": resource, "holder": holder.label, "by": by, "result": result}
-            with app.events.default_dispatcher() as dispatcher:
-                dispatcher.send("task-lock-broken", uuid=holder.task_id, **fields)
+    cause = within_deadline(send)[1] if broken.gone_from else ""
+    if cause:
+        print_all(f"no event is sent: {cause}", err=True)
 
-        cause = within_deadline(send)[1] if self.gone_from else ""
-        if cause:
-            print_all(f"no event is sent: {cause}", err=True)
 
-    def text(self) -> str:
-        name = lock_name(self.lock)
-        if not self.gone_from and not self.failing:
-            return f"{name} was over before: nothing was broken"
-        text = f"{name} is broken on {', '.join(self.gone_from)}; {self.lock.holder} had it"
-        rest = "; ".join(f"{node} could not be told: {why}" for node, why in self.failing.items())
-        return f"{text}. {rest}" if rest else text
+def _end_claims(ctx: click.Context, made: Redlock, resource: str, yes: bool, as_json: bool) -> None:
+    """End the claims on a resource; asks first."""
+    sight = made.claims()
+    found = [claim for claim in sight.claims if claim.resource == resource]
+    if not found:
+        rest = "; ".join(failing_lines(sight.failing))
+        none = f"there is no claim on {resource}" if sight.is_known else views.CLAIMS_UNKNOWN
+        raise command_error(f"{none.rstrip('.')}{rest and f' ({rest})'}")
+    if not yes:
+        lines = [f"{one.task}[{one.task_id}] has the claim on {one.resource}" for one in found]
+        print_all(*lines, err=as_json)
+        text = "Its message still runs, and the next call is not a duplicate. End the claim?"
+        click.confirm(text, abort=True, err=as_json)
+    ended = [delete_claim(made.session, claim) for claim in found]
+    data = {"resource": resource, "claims": as_data(ended)}
+    print_result(as_json, data, *map(views.ended_line, ended))
+    if any(one.failing and len(one.gone_from) < sight.needed for one in ended):
+        ctx.exit(1)
 
 
 @redlock.command()
@@ -231,7 +296,7 @@ class BrokenLock:
 @as_json
 @click.pass_context
 def trust(ctx: click.Context, nodes: Sequence[str], every: bool, yes: bool, as_json: bool) -> None:
-    """Let new or restarted NODES grant locks at once; asks first.
+    """Let new or restarted NODES grant locks immediately; asks first.
 
     Only if no task can still run under a lock that these nodes lost: on a new cluster, or if no
     worker runs.
@@ -240,17 +305,17 @@ def trust(ctx: click.Context, nodes: Sequence[str], every: bool, yes: bool, as_j
     known = [node.name for node in made.session.nodes.all]
     for name in nodes:
         if name not in known:
-            hint = did_you_mean(name, known) or f"; known are {', '.join(known)}"
-            raise command_error(f"{name} is no node of this app{hint}")
+            hint = did_you_mean(name, known) or f"; known: {', '.join(known)}"
+            raise command_error(f"{name} is not a node of this app{hint}")
     chosen = known if every else list(nodes)
     if not chosen:
         raise command_error(f"name the nodes, or --all of them: {', '.join(known)}")
     if not yes:
-        holding = [f"{one.holder} holds {lock_name(one)} now" for one in list_locks(made).locks]
+        holding = [f"{one.holder} holds {lock_name(one)} now" for one in made.locks().locks]
         print_all(*holding, err=as_json)
         text = (
-            f"Let {', '.join(chosen)} grant locks at once? If a task may still run under a lock "
-            "that they lost, two tasks can run together."
+            f"Let {', '.join(chosen)} grant locks immediately? If a task may still run under a "
+            "lock that they lost, two tasks can run together."
         )
         click.confirm(escaped(text), abort=True, err=as_json)
     trusted, failing = trust_nodes(made.session.nodes, chosen, made.prefix)
@@ -258,17 +323,45 @@ def trust(ctx: click.Context, nodes: Sequence[str], every: bool, yes: bool, as_j
         f"{node} grants locks from now on{name and f'; it has the key {name}'}"
         for node, name in trusted.items()
     ]
-    lines += [f"{node} could not be told: {cause}" for node, cause in failing.items()]
+    lines += [f"{node} was not changed: {cause}" for node, cause in failing.items()]
     print_result(as_json, {"trusted": dict(trusted), "failing": dict(failing)}, *lines)
     if failing:
         ctx.exit(1)
 
 
 @redlock.command()
+@click.option("--sql", is_flag=True, help="Print the statements, for a DBA; do not connect.")
+@as_json
+@click.pass_context
+def setup(ctx: click.Context, sql: bool, as_json: bool) -> None:
+    """Create the schema of the PostgreSQL node, once.
+
+    It needs the right to create a schema in the database. Redis nodes need no setup.
+    """
+    made = redlock_of(app_from(ctx))
+    node = made.session.nodes.all[0]
+    statements = node.address.setup_sql(made.prefix)
+    if not statements:
+        raise command_error("redlock_nodes names Redis nodes, which need no setup")
+    if sql:
+        data = json.dumps({"node": node.name, "sql": statements}, indent=2)
+        click.echo(data if as_json else statements)
+        return
+    try:
+        is_new = node.address.create_schema(made.prefix)
+    except RedisError as error:
+        raise command_error(f"{node.name}: {with_hint(str(error))}") from None
+    now = "now, and grants locks" if is_new else "already"
+    print_result(
+        as_json,
+        {"node": node.name, "created": is_new},
+        f"{node.name} has the schema redlock {now}",
+    )
+
+
+@redlock.command()
 @click.argument("task", callback=named)
-@click.option(
-    "--queue", callback=named, help="In this queue, not in that of the task's own routing."
-)
+@click.option("--queue", callback=named, help="In this queue, not that of the task's own routing.")
 @as_json
 @click.pass_context
 def options(ctx: click.Context, task: str, queue: str | None, as_json: bool) -> None:
@@ -276,12 +369,17 @@ def options(ctx: click.Context, task: str, queue: str | None, as_json: bool) -> 
     app = app_from(ctx)
     tasks = {one.name: one for one in locked_tasks(app)}
     if task not in tasks:
-        which = "takes no lock" if task in app.tasks else "is no task here"
-        raise command_error(f"{task} {which}{did_you_mean(task, tasks)}")
+        if task in app.tasks:
+            hint = "give it base=LockedTask, or name it in redlock_tasks"
+            raise command_error(f"{task} takes no lock: {hint}")
+        raise command_error(f"{task} is not a task of this app{did_you_mean(task, tasks)}")
     effective = tasks[task].lock_options(queue)
     rows = {one.name: {"value": one.value, "from": str(one.source)} for one in effective.options}
     data = {"task": effective.task, "queue": effective.queue, "options": rows}
-    print_result(as_json, data, *str(effective).split("\n"))
+    head, *lines = str(effective).split("\n")
+    entry = vars(type(tasks[task])).get(ENTRY)
+    by = f", locked by the entry {entry!r} of redlock_tasks" if entry else ""
+    print_result(as_json, data, head + by, *lines)
 
 
 @redlock.command()
@@ -294,8 +392,8 @@ def doctor(ctx: click.Context, as_json: bool) -> None:
     """
     app = app_from(ctx)
     made, nodes_from = redlock_of(app), settings_of(app).nodes_from
-    lints = (*_lints_of_nodes(made), *lint(app), *left_open(app))
-    nodes = NodesView.of(made)
+    nodes = made.status()
+    lints = (*_lints_of_nodes(made, nodes), *_lints_of_workers(app), *lint(app), *left_open(app))
     up = [node for node in nodes.nodes if not node.error and not node.votes]
     found = {
         "from": nodes_from,
@@ -307,10 +405,10 @@ def doctor(ctx: click.Context, as_json: bool) -> None:
         "silent": {node.node: node.silent_for for node in up if node.silent_for > 0},
         "new": [node.node for node in up if not node.silent_for and node.role == "master"],
     }
-    lines = [nodes.quorum_line()]
+    lines = [quorum_line(nodes)]
     for node in nodes.nodes:
         level = ERROR if node.error else "ok" if node.votes else WARNING
-        lines.append(f"{level:<7}  {node.node} ({nodes_from}): {nodes.vote_of(node)}")
+        lines.append(f"{level:<7}  {node.node} ({nodes_from}): {views.vote_of(node, nodes)}")
     lines += [f"{one.level:<7}  {one}" for one in lints]
     if nodes.voting == len(nodes.nodes) and all(one.level == ADVICE for one in lints):
         lines.append("No problems found.")
@@ -319,15 +417,33 @@ def doctor(ctx: click.Context, as_json: bool) -> None:
         ctx.exit(1)
 
 
-def _lints_of_nodes(redlock: Redlock) -> Iterator[Lint]:
-    """Yield errors for shared settings that differ, and warnings for missing rights."""
-    own = shared_settings_of(redlock)
-    for settings, nodes in read_shared_settings(redlock).items():
-        hint = (
-            f"according to {', '.join(nodes)}; this app uses {own}: until all clients use the "
-            "same, two tasks may hold one lock"
-        )
+def _lints_of_nodes(redlock: Redlock, status: NodeList) -> Iterator[Lint]:
+    """Yield errors for shared settings that differ, and warnings of servers and missing rights."""
+    for one in status.nodes:
+        if one.policy not in ("", "noeviction"):
+            setting = f"{one.node}: maxmemory-policy"
+            yield Lint(WARNING, setting, one.policy, EVICTS_LOCKS)
+    for server in redlock.session.nodes.all:
+        for setting, value, hint in server.address.doubts(PATIENCE):
+            yield Lint(WARNING, f"{server.name}: {setting}", value, hint)
+    own = shared_settings_of(redlock.session)
+    for settings, nodes in read_shared_settings(redlock.session).items():
+        hint = f"according to {', '.join(nodes)}; this app uses {own}: {UNTIL_ALIKE}"
         yield Lint(ERROR, "other clients", settings, hint)
-    for node, rights in missing_rights(redlock).items():
-        hint = "its user lacks them (ACL SETUSER): the page operations/security says what for"
+    for node, rights in missing_rights(redlock.session).items():
+        hint = "its user lacks them (ACL SETUSER): see operations/security"
         yield Lint(WARNING, node, " ".join(rights), hint)
+
+
+def _lints_of_workers(app: Any) -> Iterator[Lint]:
+    """Yield the running workers with other shared settings, or other names of nodes."""
+    own = shared_by(app)
+    for worker, theirs in ask_workers(app, redlock_settings.__name__)[0].items():
+        if theirs.get("prefix") != own["prefix"]:  # a worker without this package, or another's
+            continue
+        if theirs["settings"] != own["settings"]:
+            hint = f"this app uses {own['settings']}: {UNTIL_ALIKE}"
+            yield Lint(ERROR, f"worker {worker}", theirs["settings"], hint)
+        elif theirs["nodes"] != own["nodes"]:
+            hint = f"this app names {', '.join(own['nodes'])}: are these the same servers?"
+            yield Lint(WARNING, f"worker {worker}", ", ".join(theirs["nodes"]), hint)

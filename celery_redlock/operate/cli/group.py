@@ -10,9 +10,10 @@ import json
 import math
 import shutil
 import sys
+import textwrap
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from itertools import zip_longest
 from typing import Any, TypeVar
 
@@ -86,18 +87,20 @@ class Table:
     """A table of text.
 
     none: printed if there are no rows. expanded: one cell a line, as psql's expanded display.
+    spare: heads of the columns that a narrow screen does without, the first one first.
     """
 
     heads: Sequence[str]
     rows: Sequence[Sequence[str]]
     none: str
     expanded: bool = False
+    spare: Sequence[str] = ()
 
     def lines(self, width: int, height: int | None = None) -> list[str]:
         """Return the table in at most this many columns.
 
         A wider table has one cell a line, so that no cell is cut. With a height, the most lines of
-        the table, long cells are cut instead.
+        the table, it loses its spare columns instead, and then long cells are cut.
         """
         if not self.rows:
             return [self.none]
@@ -109,6 +112,8 @@ class Table:
         room = width - len(GAP) * (len(widths) - 1)
         if height is None and (self.expanded or sum(widths) > room):
             return [*self._one_cell_a_line(rows[1:])]
+        if sum(widths) > room and self.spare:
+            return self._without(self.spare[0]).lines(width, height)
         while sum(widths) > room:
             widths[widths.index(max(widths))] -= 1
         head, *lines = [
@@ -121,6 +126,12 @@ class Table:
         if len(shown) < len(self.rows):
             lines.append(f"... and {len(self.rows) - len(shown)} more")
         return [click.style(head, bold=True), *lines]
+
+    def _without(self, head: str) -> Table:
+        kept = [number for number, one in enumerate(self.heads) if one != head]
+        rows = [[row[number] for number in kept if number < len(row)] for row in self.rows]
+        heads = [self.heads[number] for number in kept]
+        return replace(self, heads=heads, rows=rows, spare=self.spare[1:])
 
     def _one_cell_a_line(self, rows: Sequence[Sequence[str]]) -> Iterator[str]:
         width = max(map(len, self.heads))
@@ -135,7 +146,7 @@ class Table:
 def format_duration(seconds: float) -> str:
     """Return a duration in its two largest units."""
     if math.isinf(seconds):
-        return "for ever"
+        return "forever"
     if seconds < 60:
         return f"{seconds:.1f} s"
     whole = int(seconds)
@@ -149,8 +160,15 @@ def print_all(*shown: str | Table, err: bool = False) -> None:
     """Print lines and tables, one below the other. err: to stderr."""
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else WIDE
     for one in shown:
-        for line in [escaped(one)] if isinstance(one, str) else one.lines(width):
+        for line in _wrapped(escaped(one), width) if isinstance(one, str) else one.lines(width):
             click.echo(line, err=err)
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    """Return a text in lines between whose words a terminal need not break."""
+    return textwrap.wrap(  # an id stays whole, to be copied
+        text, width, subsequent_indent=GAP, break_long_words=False, break_on_hyphens=False
+    ) or [""]
 
 
 def as_data(shown: Any) -> Any:

@@ -1,41 +1,36 @@
 """What the commands show of nodes, locks, waiting processes and tasks: as tables, lines and JSON.
 
-The queries to the nodes are in `lock/`; workers and the result backend are asked here. A `Look` is
-all of it at one moment, for `top`, whose screen is drawn anew until `q` is pressed.
+The queries to the nodes are in `lock/`; workers and the result backend are asked here. Not here:
+the screen of `top` (`top.py`).
 """
 
 from __future__ import annotations
 
-import itertools
-import os
-import queue
-import select
-import shutil
-import sys
-import termios
-import threading
-import tty
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any
 
-import click
 from celery.backends.base import DisabledBackend
 from celery.states import PENDING
 
 from celery_redlock.errors import abstention_cause
-from celery_redlock.label import Holder, escaped
-from celery_redlock.lock.client import Redlock
-from celery_redlock.lock.inspection import (
+from celery_redlock.lock.node_status import in_iso
+from celery_redlock.lock.platform.clock import SystemClock
+from celery_redlock.lock.reports import (
+    BrokenLock,
+    ClaimList,
+    EndedClaim,
+    FreedRate,
     LockList,
     LockReport,
+    NodeList,
+    NodeStatus,
+    RateReport,
     WaitingList,
-    list_locks,
-    list_waiting,
+    WaitingProcess,
 )
-from celery_redlock.lock.node_status import NodeStatus, in_iso, read_nodes
-from celery_redlock.lock.platform.clock import SystemClock
 from celery_redlock.operate.cli.group import (
     Table,
     as_data,
@@ -47,63 +42,47 @@ from celery_redlock.tasks.per_app import redlock_of
 from celery_redlock.tasks.reporting import DEFERRED
 from celery_redlock.tasks.settings.levels import visibility_timeout
 
-LOCKS_UNKNOWN = "Which locks are held cannot be known."
-PROCESSES_UNKNOWN = "Which processes wait cannot be known."
-TASKS_UNKNOWN = "Which tasks wait cannot be known."
+LOCK_HEADS = ("RESOURCE", "HOLDER", "ID", "WORKER", "HELD FOR", "RENEWED", "VALID FOR", "VOTES")
+LOCKS_UNKNOWN = "Which locks are held is unknown."
+CLAIMS_UNKNOWN = "Which claims exist is unknown."
+PROCESSES_UNKNOWN = "Which processes wait is unknown."
+TASKS_UNKNOWN = "Which tasks wait is unknown."
+NO_BACKEND = "Without a result backend the state of a task that has ended is not known."
+PENDING_TASK = "If this is a task, it is queued, in a worker that died, or unknown."
 REPLY_TIMEOUT = 1.0  # seconds in which a worker must answer
-REDRAW = 0.5  # seconds between two screens, for the clock and the age of the figures
-_TOP_LEFT, _TO_END_OF_LINE, _TO_END_OF_SCREEN = "\x1b[H", "\x1b[K", "\x1b[J"
 
 
-@dataclass(frozen=True)
-class NodesView:
-    """The status of all nodes. Its fields are those of the documented JSON.
+def vote_of(node: NodeStatus, nodes: NodeList) -> str:
+    """Return whether a node votes, or why not."""
+    if node.error:
+        return node.error
+    if node.role != "master":
+        return f"no vote: it is a {node.role or 'server of an unknown role'}"
+    if node.silent_for > 0:
+        keeps_locks = node.server.startswith("postgresql")
+        return abstention_cause(node.silent_for, keeps_locks=keeps_locks)
+    if node.votes:
+        return "votes"
+    seconds = f"{nodes.grace_period:.0f} s"
+    return f"new: will grant no lock for {seconds} from its first use; see `trust`"
 
-    guard: the setting. needed: size of a quorum. grace_period: seconds, of a new node.
-    """
 
-    guard: str
-    needed: int
-    voting: int
-    nodes: Sequence[NodeStatus]
-    grace_period: float = field(repr=False)
+def quorum_line(nodes: NodeList) -> str:
+    return f"{nodes.voting} of {len(nodes.nodes)} nodes vote, {nodes.needed} needed"
 
-    @classmethod
-    def of(cls, redlock: Redlock) -> NodesView:
-        session, nodes = redlock.session, read_nodes(redlock)
-        guard, voting = session.options.guard, sum(node.votes for node in nodes)
-        return cls(guard.mode, session.nodes.quorum, voting, nodes, guard.grace_period)
 
-    @property
-    def has_quorum(self) -> bool:
-        return self.voting >= self.needed
-
-    def vote_of(self, node: NodeStatus) -> str:
-        if node.error:
-            return node.error
-        if node.role != "master":
-            return f"no vote: it is a {node.role or 'server of an unknown role'}"
-        if node.silent_for > 0:
-            return abstention_cause(node.silent_for)
-        if node.votes:
-            return "votes"
-        seconds = f"{self.grace_period:.0f} s"
-        return f"new: will grant no lock for {seconds} from its first use; see `trust`"
-
-    def quorum_line(self) -> str:
-        return f"{self.voting} of {len(self.nodes)} nodes vote, {self.needed} needed"
-
-    def table(self) -> Table:
-        rows = [
-            (
-                node.node, self.vote_of(node), node.server, node.role, format_duration(node.uptime),
-                f"{node.latency * 1000:.1f} ms", f"{node.clock:+.3f} s", node.policy,
-            )
-            if not node.error else (node.node, node.error)
-            for node in self.nodes
-        ]  # fmt: skip
-        heads = ("NODE", "VOTE", "SERVER", "ROLE", "UP", "LATENCY", "CLOCK", "EVICTION")
-        return Table(heads, rows, "No nodes are named.")
+def node_table(nodes: NodeList) -> Table:
+    rows = [
+        (
+            node.node, vote_of(node, nodes), node.server, node.role, format_duration(node.uptime),
+            f"{node.latency * 1000:.1f} ms", f"{node.clock:+.3f} s", node.policy,
+        )
+        if not node.error else (node.node, node.error)
+        for node in nodes.nodes
+    ]  # fmt: skip
+    heads = ("NODE", "VOTE", "SERVER", "ROLE", "UP", "LATENCY", "CLOCK", "EVICTION")
+    spare = ("EVICTION", "ROLE", "CLOCK", "UP", "SERVER")
+    return Table(heads, rows, "No nodes are named.", spare=spare)
 
 
 def lock_name(lock: LockReport) -> str:
@@ -111,19 +90,41 @@ def lock_name(lock: LockReport) -> str:
     return f"{lock.resource} (permit {lock.permit})" if lock.permit else lock.resource
 
 
-def lock_table(sight: LockList) -> Table:
-    rows = []
+def lock_tables(sight: LockList) -> list[Table]:
+    """Return a table of the locks, and one of the rates if any is used."""
+    rows, heads = [], [*LOCK_HEADS]
+    is_semaphore = any(lock.limit > 1 for lock in sight.locks)
+    not_held = "not held: no quorum" if sight.is_known else "unknown: no quorum answers"
     for lock in sight.locks:
         held_for = "" if lock.held_for is None else format_duration(lock.held_for)
-        valid_for = format_duration(lock.valid_for) if lock.held else "not held: no quorum"
+        valid_for = format_duration(lock.valid_for) if lock.held else not_held
         ago = lock.since_renewal
         renewed = "" if ago is None else f"{format_duration(ago)} ago"
         votes = f"{len(lock.votes)}, {lock.needed} needed"
         holder = lock.holder
         names = (holder.task or holder.label, holder.task_id, holder.worker)
-        rows.append((lock_name(lock), *names, held_for, renewed, valid_for, votes))
-    heads = ("RESOURCE", "HOLDER", "ID", "WORKER", "HELD FOR", "RENEWED", "VALID FOR", "VOTES")
-    return Table(heads, rows, "No locks are held." if sight.is_known else LOCKS_UNKNOWN)
+        row = [lock_name(lock), *names, held_for, renewed, valid_for, votes]
+        row += [f"{lock.used} of {lock.limit}" if lock.limit > 1 else ""] * is_semaphore
+        rows.append(row)
+    heads += ["PERMITS"] * is_semaphore
+    none = "No locks are held." if sight.is_known else LOCKS_UNKNOWN
+    spare = ("VOTES", "RENEWED", "WORKER", "ID", "VALID FOR")
+    locks = Table(heads, rows, none, spare=spare)
+    return [locks, *([rate_table(sight.rates)] if sight.rates else [])]
+
+
+def rate_table(rates: Sequence[RateReport]) -> Table:
+    rows = [
+        (rate.resource, rate.rate, f"{rate.used} of {rate.starts}", _next_start(rate))
+        for rate in rates
+    ]
+    return Table(("RESOURCE", "RATE", "STARTS USED", "NEXT START"), rows, "")
+
+
+def _next_start(rate: RateReport) -> str:
+    if math.isinf(rate.next_start_in):
+        return "not known"
+    return f"in {format_duration(rate.next_start_in)}" if rate.next_start_in else "now"
 
 
 def vote_table(lock: LockReport, sight: LockList) -> Table:
@@ -132,18 +133,63 @@ def vote_table(lock: LockReport, sight: LockList) -> Table:
     return Table(("NODE", "KEY EXPIRES IN"), [*rows, *sight.failing.items()], "")
 
 
+def claim_table(sight: ClaimList) -> Table:
+    rows = []
+    for claim in sight.claims:
+        expires_in = format_duration(claim.expires_in) if claim.counts else "no quorum has it"
+        votes = f"{len(claim.votes)}, {claim.needed} needed"
+        state = "sent" if claim.is_sent else "not confirmed"
+        rows.append((claim.resource, claim.task, claim.task_id, state, expires_in, votes))
+    heads = ("RESOURCE", "TASK", "ID", "STATE", "EXPIRES IN", "VOTES")
+    return Table(heads, rows, "There are no claims." if sight.is_known else CLAIMS_UNKNOWN)
+
+
+def broken_line(one: BrokenLock) -> str:
+    name = lock_name(one.lock)
+    if not one.gone_from and not one.failing:
+        return f"{name} ended before: nothing was broken"
+    text = f"{name} is broken on {', '.join(one.gone_from)}; its holder was {one.lock.holder}"
+    return _with_untold(text, one.failing)
+
+
+def freed_line(one: FreedRate) -> str:
+    rate, count = one.rate, max(one.starts_from.values(), default=0)
+    on = ", ".join(one.starts_from) or "no node"
+    text = f"{count} starts of {rate.resource} ({rate.rate}) are given back on {on}"
+    return _with_untold(text, one.failing)
+
+
+def ended_line(one: EndedClaim) -> str:
+    claim, on = one.claim, ", ".join(one.gone_from) or "no node"
+    text = f"the claim of {claim.task}[{claim.task_id}] on {claim.resource} is ended on {on}"
+    return _with_untold(text, one.failing)
+
+
+def _with_untold(text: str, failing: Mapping[str, str]) -> str:
+    rest = "; ".join(f"{node} was not changed: {why}" for node, why in failing.items())
+    return f"{text}. {rest}" if rest else text
+
+
 def failing_lines(failing: Mapping[str, str]) -> list[str]:
     """Return a line for each node that could not be queried."""
     return [f"{node} cannot be queried: {cause}" for node, cause in failing.items()]
 
 
-def unknown_lines(sight: LockList | WaitingList) -> list[str]:
+def unknown_lines(sight: LockList | WaitingList | ClaimList) -> list[str]:
     """Return a line if too few nodes answered for the list above to be complete."""
     if sight.is_known:
         return []
     answered = sight.asked - len(sight.failing)
     text = f"{answered} of {sight.asked} nodes answered, {sight.needed} needed"
-    return [f"{text}: what is not listed here may be held, or wait, all the same"]
+    return [f"{text}: locks and waiting tasks may be missing here"]
+
+
+def ask_workers(app: Any, command: str) -> tuple[dict[str, Any], str]:
+    """Return what each worker answers to a remote control command, and why none could be asked."""
+    replies, cause = within_deadline(
+        lambda: app.control.broadcast(command, reply=True, timeout=REPLY_TIMEOUT)
+    )
+    return {worker: said for reply in replies or () for worker, said in reply.items()}, cause
 
 
 @dataclass(frozen=True)
@@ -164,18 +210,21 @@ class WaitersView:
     @classmethod
     def ask(cls, app: Any) -> WaitersView:
         """Ask the workers and the nodes; no worker answers if the broker is down."""
-        replies, cause = within_deadline(
-            lambda: app.control.broadcast("redlock_waiting", reply=True, timeout=REPLY_TIMEOUT)
-        )
-        by_worker = {worker: rows for reply in replies or () for worker, rows in reply.items()}
+        by_worker, cause = ask_workers(app, "redlock_waiting")
         waiting = [
-            {**row, "worker": worker}
+            {**row, "worker": worker, "next_start": None}
             for worker, rows in by_worker.items()
             if isinstance(rows, list)  # a worker without this package answers with an error
             for row in rows
         ]
         waiting.sort(key=lambda row: str(row["since"]))
-        registered = list_waiting(redlock_of(app))
+        registered = redlock_of(app).waiters()
+        next_starts = {
+            one.resource: one.next_start for one in registered.processes if one.waits_for == "rate"
+        }
+        for row in waiting:
+            if row.get("rate"):  # an older worker does not say it
+                row["next_start"] = next_starts.get(row["resource"])
         return cls(sorted(by_worker), waiting, registered, visibility_timeout(app.conf), cause)
 
     def for_resource(self, resource: str) -> WaitersView:
@@ -193,37 +242,41 @@ class WaitersView:
         registered = replace(of_all, processes=processes, wrong_type=wrong)
         return replace(self, waiting=waiting, registered=registered)
 
-    def tables(self) -> tuple[Table, Table]:
+    def tables(self, of: str = "") -> tuple[Table, Table]:
+        """Return the processes, and the tasks that wait. of: the one resource that is shown."""
         asked, is_known = self.registered.asked, self.registered.is_known
         heads: Sequence[str] = ("RESOURCE", "RANK", "PROCESS", "PID", "WAITED", "NODES", "STATE")
         rows: Sequence[Sequence[str]] = [
             (
                 one.resource, str(one.rank), one.name, "" if one.pid is None else str(one.pid),
                 _waited(one.since) if one.since else "",
-                f"{len(one.nodes)} of {asked}", "waits" if one.listens else "gone",
+                f"{len(one.nodes)} of {asked}", _state_of(one),
             )
             for one in self.registered.processes
         ]  # fmt: skip
-        none = "No processes are registered as waiters." if is_known else PROCESSES_UNKNOWN
-        processes = Table(heads, rows, none)
+        lock, suffix = of or "a lock", of and f" for {of}"
+        none = f"No processes are registered as waiters{suffix}."
+        none = none if is_known else PROCESSES_UNKNOWN
+        processes = Table(heads, rows, none, spare=("PID", "NODES", "RANK"))
         heads = ("WAITS FOR", "TASK", "ID", "WORKER", "WAITED", "DEFERRALS", "TRIES IN", "WHY")
         rows = [
             (
                 ", ".join(row["resources"]), row["task"], row["task_id"], row["worker"],
                 _waited(row["since"]), str(row["deferrals"]),
-                format_duration(row["tries_in"]), row["reason"],
+                format_duration(row["tries_in"]) if row["tries_in"] else "", _reason_of(row),
             )
             for row in self.waiting
         ]  # fmt: skip
-        none = "No tasks wait for a lock." if self.workers else TASKS_UNKNOWN
-        return processes, Table(heads, rows, none)
+        none = f"No tasks wait for {lock}." if self.workers else TASKS_UNKNOWN
+        spare = ("DEFERRALS", "WORKER", "ID", "TRIES IN")
+        return processes, Table(heads, rows, none, spare=spare)
 
     def notes(self) -> list[str]:
         lines = []
         if self.cause:
             lines.append(f"the workers cannot be asked who waits: {self.cause}")
         elif not self.workers:
-            lines.append("no worker answered: what waits in the broker is not known")
+            lines.append("no worker answered: tasks that wait in the broker are not listed")
         listens = {one.name: one.listens for one in self.registered.processes}
         for name, is_there in listens.items():
             if "@" not in name or name in self.workers:  # a worker's name; no host has an "@"
@@ -241,6 +294,26 @@ class WaitersView:
 
     def data(self) -> dict[str, Any]:
         return {**as_data(self), **as_data(self.registered)}
+
+
+def _state_of(process: WaitingProcess) -> str:
+    if not process.listens:
+        return "gone"
+    if process.waits_for == "lock":
+        return "waits"
+    soon = process.next_start and f", free in {_seconds_until(process.next_start)}"
+    return f"waits for a start{soon or ''}"
+
+
+def _reason_of(row: Mapping[str, Any]) -> str:
+    soon = row["next_start"] and f", next start in {_seconds_until(row['next_start'])}"
+    return f"{row['reason']}{soon or ''}"
+
+
+def _seconds_until(moment: str) -> str:
+    """Return how long it is until a moment, in ISO 8601; a past one is now."""
+    left = datetime.fromisoformat(moment).timestamp() - SystemClock().wall_us() / 1e6
+    return format_duration(max(0.0, left))
 
 
 def _waited(since: str | None) -> str:
@@ -285,9 +358,15 @@ class TaskView:
             return cls(task_id, row["task"], DEFERRED, resources, **fields)
         if state == DEFERRED:  # as of its last deferral
             resource = str(info.get("resource", ""))
-            holder = _holders_of([resource], sight) or str(Holder.of(str(info.get("holder", ""))))
-            next_try = info.get("next_try")
-            return cls(task_id, "", state, (resource,), holder=holder, next_try=next_try)
+            after = waiters.visibility
+            when = "" if after is None else f", within its visibility_timeout of {after:g} s"
+            reason = f"no worker that answers has its message: the broker delivers it again{when}"
+            holder = _holders_of([resource], sight)
+            next_try = str(info.get("next_try") or "")
+            if next_try < str(in_iso(SystemClock().wall_us() / 1e6)):  # of a worker that has died
+                next_try = ""
+            fields = {"holder": holder, "reason": reason, "next_try": next_try or None}
+            return cls(task_id, "", state, (resource,), **fields)
         return cls(task_id, "", state) if state else None
 
     def table(self) -> Table:
@@ -296,7 +375,7 @@ class TaskView:
         facts = {
             "TASK": name or self.task_id,
             "STATE": self.state,
-            "HOLDS" if self.holds else "WAITS FOR": ", ".join(self.resources) or "nothing",
+            "HOLDS" if self.holds else "WAITS FOR": ", ".join(self.resources),
             "HELD BY": self.holder,
             "WHY": self.reason,
             "NEXT TRY": self.next_try or "",
@@ -323,96 +402,13 @@ def _stored_state(app: Any, task_id: str) -> tuple[str, dict[str, Any]]:
 
 
 def _holders_of(resources: Sequence[str], sight: LockList) -> str:
-    holders = [str(one.holder) for one in sight.locks if one.held and one.resource in resources]
-    return ", ".join(dict.fromkeys(holders))
+    found = [one for one in sight.locks if one.held and one.resource in resources]
+    return ", ".join(dict.fromkeys(map(_holder_of, found)))
 
 
-@dataclass(frozen=True)
-class Look:
-    """The state of nodes, locks and waiting tasks at one moment. at: monotonic seconds."""
-
-    nodes: NodesView
-    sight: LockList
-    waiting: WaitersView
-    at: float
-
-    def tables(self) -> tuple[Table, ...]:
-        return self.nodes.table(), lock_table(self.sight), *self.waiting.tables()
-
-    def notes(self) -> list[str]:
-        return [*unknown_lines(self.sight), *self.waiting.notes()]
-
-    def data(self) -> dict[str, Any]:
-        locks = as_data(self.sight)["locks"]
-        return {**as_data(self.nodes), "locks": locks, "waiters": self.waiting.data()}
-
-    def screen(self, width: int, height: int) -> list[str]:
-        """Return what fits a terminal: each table gets its share of the lines, long cells are cut.
-
-        A table that needs less than its share leaves the rest to those below it.
-        """
-        lines: list[str] = []
-        notes, tables = self.notes()[:3], self.tables()
-        for number, table in enumerate(tables):
-            share = (height - len(notes) - len(lines)) // (len(tables) - number)
-            lines += table.lines(width, max(3, share))
-        return [*lines, *(escaped(note)[:width] for note in notes)][:height]
-
-
-def look_repeatedly(app: Any, interval: float, count: int | None) -> Iterator[Look]:
-    """Yield one look after the other. interval: seconds between two. count: None for no end."""
-    made, clock = redlock_of(app), SystemClock()
-    for number in itertools.count(1):
-        sight = list_locks(made)
-        yield Look(NodesView.of(made), sight, WaitersView.ask(app), clock.now())
-        if number == count:
-            return
-        clock.sleep(interval)
-
-
-def show_live(looks: Iterator[Look]) -> None:
-    """Draw the newest look until there are no more, or `q` is pressed."""
-    # the looks are taken in a thread: a silent node or broker delays neither clock nor key
-    taken: queue.SimpleQueue[Look | Exception | None] = queue.SimpleQueue()
-
-    def take() -> None:
-        try:
-            for look in looks:
-                taken.put(look)
-            taken.put(None)
-        except Exception as error:  # raised in the main thread
-            taken.put(error)
-
-    threading.Thread(target=take, daemon=True).start()
-    clock, newest, before = SystemClock(), None, termios.tcgetattr(sys.stdin)
-    tty.setcbreak(sys.stdin)  # the terminal hands over each key as it is pressed, and shows none
-    try:
-        click.echo("\x1b[2J", nl=False)
-        while True:
-            while not taken.empty():
-                found = taken.get()
-                if isinstance(found, Exception):
-                    raise found
-                if found is None:
-                    return
-                newest = found
-                _draw(newest, clock.now())
-            _draw(newest, clock.now())
-            is_pressed = select.select([sys.stdin], [], [], REDRAW)[0]
-            if is_pressed and os.read(sys.stdin.fileno(), 1) in (b"q", b""):
-                return
-    finally:
-        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
-        click.echo()
-
-
-def _draw(look: Look | None, now: float) -> None:
-    width, height = shutil.get_terminal_size()
-    lines = ["asking nodes and workers ..."]
-    if look is not None:
-        moment = datetime.now().astimezone().strftime("%H:%M:%S")
-        age = max(0.0, now - look.at)
-        head = f"{moment}  figures {age:.0f} s old  {look.nodes.quorum_line()}  q: quit"
-        lines = [head[:width], *look.screen(width, height - 1)]
-    text = f"{_TO_END_OF_LINE}\n".join(lines)
-    click.echo(f"{_TOP_LEFT}{text}{_TO_END_OF_LINE}{_TO_END_OF_SCREEN}", nl=False)
+def _holder_of(lock: LockReport) -> str:
+    """Return the holder; of one that may have died, also when the lock expires."""
+    if not lock.is_late:
+        return str(lock.holder)
+    since, left = format_duration(lock.since_renewal or 0.0), format_duration(lock.valid_for)
+    return f"{lock.holder}, not renewed for {since}: expires in {left}"

@@ -42,10 +42,11 @@ class Deferral:
     refused, by the clocks of the lock nodes: those of two workers may be an hour apart. countdown:
     seconds from `at` to its next try. resource: the one that refused, of all `resources` of its
     lock. holder: the holder's label, "" if unknown. expires_in: seconds from `at` to the end of the
-    holder's lease, None if unknown; no message carries these two. limit: that of
-    `resource`. is_taken: False if no quorum voted. why: for people. waits_for_release: the message
-    has no budget, and no callable `on_conflict` or `limit` to ask, so it may wait for longer than
-    its countdown. A redelivery that waits for its first delivery has `at` and `countdown` alone.
+    holder's lease, or to the next start, None if unknown; no message carries these two. limit: that
+    of `resource`. rate: that of `resource` if its starts are used up, else "". is_taken: False if
+    no quorum voted. why: for people. waits_for_release: the message has no budget, and no callable
+    `on_conflict` or `limit` to ask, so it may wait for longer than its countdown. A redelivery that
+    waits for its first delivery has `at` and `countdown` alone, as has a debounced send.
     """
 
     count: int = 0
@@ -57,6 +58,7 @@ class Deferral:
     holder: str = ""
     expires_in: float | None = None
     limit: int = 1
+    rate: str = ""
     is_taken: bool = True
     why: str = ""
     waits_for_release: bool = False
@@ -67,17 +69,22 @@ class Deferral:
 
     def info(self, now: datetime) -> dict[str, Any]:
         """Return what is stored and sent with DEFERRED. now: by the own clock, in UTC."""
-        return {
+        info = {
             "resource": self.resource,
             "holder": self.holder,
             "deferrals": self.count,
             "waited": self.waited(self.at),
             "next_try": (now + timedelta(seconds=self.countdown)).isoformat(),
         }
+        if self.rate and self.expires_in is not None:
+            next_start = now + timedelta(seconds=self.expires_in)
+            info |= {"rate": self.rate, "next_start": next_start.isoformat()}
+        return info
 
     def event(self) -> LockDeferredEvent:
         waited = self.waited(self.at)
-        return LockDeferredEvent(self.resource, self.holder, self.count, waited, self.countdown)
+        found = self.resource, self.holder, self.count, waited, self.countdown
+        return LockDeferredEvent(*found, self.rate)
 
 
 NEVER_DEFERRED = Deferral()
@@ -120,7 +127,7 @@ class LockHeader:
             header = NO_HEADER  # inherited from a parent
         deaths = _deaths(request)
         # `is_flagged` alone is no republication: `revoked` writes it, and no count of retries
-        was_republished = header.deferral.since > 0 or header.waits > 0
+        was_republished = header.deferral.at > 0 or header.waits > 0
         if was_republished and (header.retries != request.retries or deaths):
             # a real retry takes the lock anew: what the run before it waited is not its own
             header = LockHeader(header.options, header.id, unique=header.unique, life=header.life)
@@ -129,6 +136,10 @@ class LockHeader:
     def revoked(self) -> LockHeader:
         """Return the header of a delivery that was revoked; the run acts on it."""
         return replace(self, is_revoked=True)
+
+    def redelivered(self) -> LockHeader:
+        """Return the header of a message that a run may have by now, as a broker would flag it."""
+        return replace(self, is_flagged=True)
 
     def deferred(self, request: Any, deferral: Deferral) -> LockHeader:
         """Return the header of a message that is republished, or waits, for its lock."""
@@ -177,7 +188,7 @@ _COUNT, _LIMIT = range(10**9), range(1, MOST_PERMITS + 1)
 _KINDS: Mapping[type, Mapping[str, Any]] = {
     Deferral: {
         "count": _COUNT, "since": float, "at": float, "countdown": float, "resource": str,
-        "resources": tuple, "limit": _LIMIT, "is_taken": bool, "why": str,
+        "resources": tuple, "limit": _LIMIT, "rate": str, "is_taken": bool, "why": str,
         "waits_for_release": bool,
     },
     Route: {"exchange": str, "routing_key": str, "queue": str},

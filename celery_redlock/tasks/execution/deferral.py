@@ -14,6 +14,7 @@ from celery_redlock.errors import (
     NotAcquired,
     QuorumUnreachable,
     SettingsError,
+    counted,
     describe_taken,
     summarize_causes,
 )
@@ -34,7 +35,9 @@ class Contention:
 
     resource: the resource whose lock is taken. holder: the label of the holder, "" if it has none.
     deferrals: number of deferrals of the message so far. waited: seconds since the first try.
-    task, args, kwargs: the task that found the lock taken, and its arguments.
+    task, args, kwargs: the task that found the lock taken, and its arguments. rate: that of the
+    resource, as "100/h", if its starts are used up; "" if its lock is taken. expires_in: seconds
+    until the next start, or until the holder's lease ends; None if unknown.
     """
 
     resource: str
@@ -44,6 +47,8 @@ class Contention:
     task: Any
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
+    rate: str = ""
+    expires_in: float | None = None
 
 
 @dataclass(frozen=True)
@@ -64,9 +69,10 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Skip:
-    """Do not run the body. reason: for people."""
+    """Do not run the body. reason: for people. rate: as of `LockTaken`."""
 
     reason: str
+    rate: str = ""
 
 
 # "fail": end the run as FAILURE. "run": run the body without a lock, and log an error.
@@ -86,7 +92,9 @@ def decide(refusal: Refusal, countdown_cap: float, uniform: Uniform) -> Decision
     if taken is not None and callable(strategy):
         strategy = _asked(refusal, taken, waited)
     if strategy == "skip":
-        return Skip(f"{error.resource!r} is {describe_refusal(error)}")
+        rate = "" if taken is None else taken.rate
+        is_ = "" if rate else f"{error.resource!r} is "
+        return Skip(f"{is_}{describe_refusal(error)}", rate)
     if strategy == "run":
         return "run"
     if strategy == "fail":
@@ -111,6 +119,7 @@ def decide(refusal: Refusal, countdown_cap: float, uniform: Uniform) -> Decision
         holder="" if taken is None else taken.holder,
         expires_in=None if taken is None else taken.expires_in,
         limit=1 if taken is None else taken.limit,
+        rate="" if taken is None else taken.rate,
         is_taken=taken is not None,
         why=describe_refusal(error),
         waits_for_release=waits,
@@ -122,7 +131,7 @@ def _asked(refusal: Refusal, taken: LockTaken, waited: float) -> str:
     on_conflict, call = refusal.options.on_conflict, refusal.call
     contention = Contention(
         taken.resource, taken.holder, refusal.before.count, waited,
-        call.task, tuple(call.args), dict(call.kwargs),
+        call.task, tuple(call.args), dict(call.kwargs), taken.rate, taken.expires_in,
     )  # fmt: skip
     cause: Exception | None = None
     try:
@@ -142,12 +151,18 @@ def countdown_of(
 ) -> float:
     """Return the seconds until the next try of a message, `cap` at most.
 
-    They end with the lease that refused: a dead holder announces nothing.
+    They end with the lease that refused: a dead holder announces nothing. If a rate refused, they
+    do not end before its next start. If nodes in their grace period did, they end with the first
+    grace period, or at the backoff's cap: a broker that keeps the message hears of no `trust`. A
+    crowd that waits for one of these is spread by the backoff.
     """
     countdown = min(backoff.delay(tries, uniform), cap)
+    if isinstance(refusal, QuorumUnreachable) and refusal.votes_in is not None:
+        return min(cap, backoff.cap, refusal.votes_in + uniform(0.0, backoff.first))
     if not isinstance(refusal, LockTaken) or refusal.expires_in is None:
         return countdown
-    return min(countdown, refusal.expires_in + uniform(0.0, min(AFTER_LEASE, backoff.first)))
+    ends = refusal.expires_in + uniform(0.0, min(AFTER_LEASE, backoff.first))
+    return min(cap, max(ends, countdown)) if refusal.rate else min(countdown, ends)
 
 
 def with_history(refusal: Refusal) -> NotAcquired:
@@ -158,11 +173,11 @@ def with_history(refusal: Refusal) -> NotAcquired:
         return QuorumUnreachable(error.resource, error.causes, error.quorum, waited, deferrals)
     if isinstance(error, LockTaken):
         found = error.resource, error.holder, error.expires_in
-        return LockTaken(*found, waited, deferrals, error.ttl, error.limit)
+        return LockTaken(*found, waited, deferrals, error.ttl, error.limit, error.rate)
     return error
 
 
 def describe_refusal(error: NotAcquired) -> str:
     if isinstance(error, QuorumUnreachable):
-        return f"no quorum of {error.quorum} nodes ({summarize_causes(error.causes)})"
+        return f"no quorum of {counted(error.quorum, 'node')} ({summarize_causes(error.causes)})"
     return describe_taken(error) if isinstance(error, LockTaken) else "not acquired"

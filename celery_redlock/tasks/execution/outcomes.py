@@ -25,7 +25,7 @@ from celery_redlock.errors import LockTaken, NotAcquired, RedlockError
 from celery_redlock.label import is_of_run
 from celery_redlock.lock.engine.acquirer import SupersededError
 from celery_redlock.lock.engine.session import Session
-from celery_redlock.lock.model.keys import completion_key, in_order
+from celery_redlock.lock.model.keys import completion_key, name_of_rate
 from celery_redlock.lock.model.options import CompletionMarker
 from celery_redlock.lock.server.requests import MARKER
 from celery_redlock.lock.transport.command import read_number
@@ -52,6 +52,7 @@ from celery_redlock.tasks.execution.deferral import (
 from celery_redlock.tasks.per_app import redlock_of, settings_of, time_of_nodes
 from celery_redlock.tasks.reporting import StateReporter
 from celery_redlock.tasks.settings.task_config import TaskCall
+from celery_redlock.tasks.waiting.queues import QueueKey
 from celery_redlock.tasks.waiting.room import WaitingRoom, rooms
 
 logger = logging.getLogger(__name__)
@@ -100,7 +101,7 @@ def end_refused(delivery: Delivery, refusal: Refusal) -> None:
         extra = delivery.log_extra("run_unlocked", resource=error.resource)
         logger.error("%s runs WITHOUT its lock: %s", delivery.task.name, error, extra=extra)
     elif isinstance(decision, Skip):
-        skip(delivery, error.resource, decision.reason)
+        skip(delivery, error.resource, decision.reason, decision.rate)
     elif isinstance(decision, Deferral) and delivery.can_republish:
         defer(delivery, refusal, decision)
     else:
@@ -172,9 +173,11 @@ def report(
     if is_kept:
         deferral = replace(deferral, countdown=whole_seconds(deferral.countdown))
     info, waits = deferral.info(utc_now()), _describe_wait(delivery, refusal, deferral, is_kept)
-    text, verb = "Task %s deferred: lock %r %s %s; it %s", "is" if deferral.is_taken else "has"
+    verb = "is" if deferral.is_taken else "has"
+    what = "" if deferral.rate else f"lock {deferral.resource!r} {verb} "
     extra = delivery.log_extra("run_deferred", **info)
-    logger.info(text, delivery, deferral.resource, verb, deferral.why, waits, extra=extra)
+    text = "Task %s deferred: %s%s; it %s"
+    logger.info(text, delivery, what, deferral.why, waits, extra=extra)
     reporter.deferred(info, deferral.why)
     return delivery.header.deferred(delivery.request, deferral)
 
@@ -184,6 +187,8 @@ def _describe_wait(delivery: Delivery, refusal: Refusal, deferral: Deferral, is_
     error, countdown = refusal.error, deferral.countdown
     if not isinstance(error, LockTaken) or is_kept:
         return f"tries again in {countdown:.2f} s"
+    if error.rate:
+        return "waits for its next start"
     if not deferral.waits_for_release or delivery.request.expires is not None:
         return f"waits for a release, for {countdown:.2f} s at most"
     if error.unrenewed_for is not None:
@@ -191,12 +196,13 @@ def _describe_wait(delivery: Delivery, refusal: Refusal, deferral: Deferral, is_
     return "waits for a release"
 
 
-def skip(delivery: Delivery, resource: str, reason: str) -> NoReturn:
+def skip(delivery: Delivery, resource: str, reason: str, rate: str = "") -> NoReturn:
     """End a run without its body: REVOKED is stored, SKIPPED sent, and Ignore raised."""
     extra = delivery.log_extra("run_skipped", resource=resource, reason=reason)
     logger.info("skipped %s: %s", delivery, reason, extra=extra)
     delivery.reporter.skipped(resource, reason)
-    signals.lock_skipped.send(delivery.task, event=signals.LockSkippedEvent(resource, reason))
+    event = signals.LockSkippedEvent(resource, reason, rate)
+    signals.lock_skipped.send(delivery.task, event=event)
     raise Ignore(reason)
 
 
@@ -214,13 +220,13 @@ def wait_for_first_delivery(delivery: Delivery, refusal: Exception) -> NoReturn:
     first = "another delivery of its message"
     if not isinstance(refusal, LockTaken):
         reason = describe_refusal(refusal) if isinstance(refusal, NotAcquired) else repr(refusal)
-        why = f"waits: whether it runs already, by {first}, is not known yet ({reason})"
+        why = f"waits: whether {first} runs is not known yet ({reason})"
     elif is_held_by_own_run(delivery, refusal):
-        why = f"runs already, by {first}"
+        why = f"is already running, by {first}"
     else:
-        why = f"has ended already, by {first}"
+        why = f"has already ended, by {first}"
     extra = delivery.log_extra("redelivery_waits", countdown=countdown)
-    logger.info("%s %s: this one looks again in %.2f s", delivery, why, countdown, extra=extra)
+    logger.info("%s %s; it checks again in %.2f s", delivery, why, countdown, extra=extra)
     now = time_of_nodes(app)
     header = delivery.header.waiting_for_first_delivery(delivery.request, now, countdown)
     republish(delivery, header, countdown)
@@ -232,7 +238,7 @@ def discard_redelivery(delivery: Delivery) -> NoReturn:
     """Discard a message that another delivery has completed; the stored state stays."""
     delivery.request.__dict__[CONTINUES] = True
     extra = delivery.log_extra("redelivery_discarded")
-    logger.info("discarded %s: another delivery of its message is done", delivery, extra=extra)
+    logger.info("discarded %s: another delivery of its message has finished", delivery, extra=extra)
     raise Ignore("done already")
 
 
@@ -304,10 +310,38 @@ def check_not_superseded(delivery: Delivery) -> None:
     run = delivery.run_id
     if not (run.queue or run.life or delivery.is_redelivered) or run.retries:
         return
+    _raise_if_superseded(delivery)
+
+
+def _raise_if_superseded(delivery: Delivery) -> None:
     session = redlock_of(delivery.task.app).session
-    sent = str(run.of_all_copies)
+    sent = str(delivery.run_id.of_all_copies)
     if any(age < 0 for age in read_markers(session, sent)):
         raise SupersededError(sent)
+
+
+def put_back_if_early(delivery: Delivery, wait_in_slot: float) -> None:
+    """Publish a debounced message again that is here before its run is due.
+
+    Its countdown goes in hops, because the broker would deliver again what a worker keeps for
+    longer. wait_in_slot: seconds to wait first, of a message that the broker did not take back.
+    Raises Ignore, and SupersededError if a later send has replaced it.
+    """
+    app, header = delivery.task.app, delivery.header
+    deferral, due = header.deferral, header.deferral.at + header.deferral.countdown
+    if not deferral.at or deferral.since or header.waits or not delivery.can_republish:
+        return
+    clock.sleep(wait_in_slot)
+    left = due - time_of_nodes(app)
+    if left <= CLOCKS_DIFFER:
+        return
+    _raise_if_superseded(delivery)
+    countdown = whole_seconds(min(left, settings_of(app).countdown_cap))
+    republish(delivery, header, countdown)
+    delivery.request.__dict__[CONTINUES] = True
+    extra = delivery.log_extra("run_not_due", due_in=left)
+    logger.debug("%s is due in %.2f s, and was published again", delivery, left, extra=extra)
+    raise Ignore("not due")
 
 
 def read_markers(session: Session, run: str) -> list[float]:
@@ -387,9 +421,11 @@ def _known_refusal(room: WaitingRoom, delivery: Delivery, request: Any) -> Refus
         return None
     call = TaskCall(delivery.task, tuple(request.args), dict(request.kwargs), queue)
     resources = config.resources(options, call)
-    limits = None if options.limit == 1 else config.limits(options, call, resources)
-    asked = dict.fromkeys(in_order(resources, limits), 1)  # in the order in which a run asks
-    error = room.refusal_of(request, {**asked, **(limits or {})})
+    ordered, limits, rates = config.keys(options, call, resources)
+    asked = [QueueKey.of(one, (limits or {}).get(one, 1), "") for one in ordered]
+    if rates is not None:
+        asked += [QueueKey(name_of_rate(one), rates[one]) for one in ordered if one in rates]
+    error = room.refusal_of(request, asked)
     if error is None:
         return None
     now = time_of_nodes(delivery.task.app)

@@ -24,13 +24,13 @@ from celery_redlock.errors import (
 )
 from celery_redlock.label import label_of_run
 from celery_redlock.lock.engine.acquirer import AlreadyCompletedError, SupersededError
-from celery_redlock.lock.lock import Lock, loss_of, release_all
+from celery_redlock.lock.lock import Lock, begin_body, loss_of, release_all
 from celery_redlock.lock.model.keys import in_order
 from celery_redlock.lock.model.options import CompletionMarker, LockOptions
 from celery_redlock.lock.platform.threads import uninterruptible
 from celery_redlock.tasks.body import MonitoredBody
 from celery_redlock.tasks.children.reaper import is_end_announced
-from celery_redlock.tasks.declaration import check_finished, config_of
+from celery_redlock.tasks.declaration import check_finished, config_of, refuse_aio_pool
 from celery_redlock.tasks.delivery.delivery import HEADER, Delivery
 from celery_redlock.tasks.delivery.republish import NotRepublishedError
 from celery_redlock.tasks.delivery.route import queue_of_send
@@ -38,13 +38,14 @@ from celery_redlock.tasks.execution import outcomes
 from celery_redlock.tasks.execution.deferral import Refusal
 from celery_redlock.tasks.per_app import redlock_of, time_of_nodes
 from celery_redlock.tasks.settings.options import TaskLockOptions
-from celery_redlock.tasks.settings.task_config import TaskCall
+from celery_redlock.tasks.settings.task_config import CallKeys, TaskCall
 from celery_redlock.tasks.unique.claim import ClaimToken, end_claim
 
 logger = logging.getLogger(__name__)
 
 # the name on the request under which task_postrun, hooks and `task.lock` find its run
 RUN = "_redlock_run"
+LOCK = "_redlock_lock"  # the same for its lock, which stays there after the release
 OUTER_ERROR = "_redlock_outer_error"  # that of an error that was handled when the run began
 
 Body = Callable[..., Any]
@@ -53,30 +54,30 @@ Body = Callable[..., Any]
 class LockedRun:
     """One execution of a task's body; registered on the request until its lock is released.
 
-    lock: what it holds, unset before it asks for it. no_limit: what the callable `limit` of a
-    redelivery has raised. unlocked: it runs without a lock, as on_unreachable="run" says.
+    lock: what it holds, unset before it asks for it. no_limit: what the limits or rates of
+    a redelivery have raised. unlocked: it runs without a lock, as on_unreachable="run" says.
     outcome_stored: set once a hook of the user's is called, and so after Celery has stored the
     outcome.
     """
 
     __slots__ = (
-        "args", "call", "delivery", "done_ttl", "kwargs", "limits", "lock", "no_limit", "options",
-        "outcome_stored", "resources", "token", "unlocked",
+        "args", "call", "delivery", "done_ttl", "is_reported", "keys", "kwargs", "lock", "no_limit",
+        "options", "outcome_stored", "token", "unlocked",
     )  # fmt: skip
 
     call: TaskCall
     done_ttl: float
-    limits: Mapping[str, int] | None
+    keys: CallKeys
     lock: Lock
     no_limit: SettingsError | SoftTimeLimitExceeded | None
     options: TaskLockOptions
-    resources: tuple[str, ...]
 
     def __init__(self, delivery: Delivery, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         self.delivery, self.args, self.kwargs = delivery, args, kwargs
         unique = delivery.header.unique
         self.token = None if unique is None else ClaimToken.of(unique)
         self.unlocked, self.outcome_stored, self.no_limit = False, False, None
+        self.is_reported = False  # STARTED is stored and sent, or need not be
         outer = sys.exc_info()[1]
         if outer is not None:  # Celery closes a lost connection, and its solo pool runs this there
             delivery.request.__dict__[OUTER_ERROR] = outer
@@ -96,13 +97,13 @@ class LockedRun:
             raise Ignore("for another queue")
         self._resolve_options()
         cancelled = delivery.cancelled
-        if self.resources:
+        if self.keys.resources:
             if "celery_aio_pool.pool" in sys.modules:
                 refuse_aio_pool(delivery.task)
             self._acquire_or_end()
         if cancelled is not None:  # no other delivery ran it, as the lock has shown
             outcomes.end_cancelled(delivery, cancelled)
-        return self._run_body(body) if self.resources else body(*self.args, **self.kwargs)
+        return self._run_body(body) if self.keys.resources else body(*self.args, **self.kwargs)
 
     def _resolve_options(self) -> None:
         delivery, task = self.delivery, self.delivery.task
@@ -118,15 +119,13 @@ class LockedRun:
             log_call_options(delivery, heeded, config.overridden(queue, self.options))
         self.call = TaskCall(task, self.args, self.kwargs, queue)
         resources = config.resources(self.options, self.call)
-        limits = None  # as of most tasks
-        if self.options.limit != 1:
-            try:
-                limits = config.limits(self.options, self.call, resources)
-            except (SettingsError, SoftTimeLimitExceeded) as error:
-                if not (delivery.is_redelivered and delivery.can_republish):
-                    raise
-                self.no_limit = error  # raised once the locks show that no other delivery runs
-        self.resources, self.limits = in_order(resources, limits), limits
+        try:
+            self.keys = config.keys(self.options, self.call, resources)
+        except (SettingsError, SoftTimeLimitExceeded) as error:
+            if not (delivery.is_redelivered and delivery.can_republish):
+                raise
+            self.no_limit = error  # raised once the locks show that no other delivery runs
+            self.keys = CallKeys(in_order(resources), None, None)
 
     def _acquire_or_end(self) -> None:
         """Acquire the lock, or end this delivery; return without a lock if `unlocked` is set.
@@ -157,7 +156,7 @@ class LockedRun:
         except BaseException as end:
             # the worker stops, or this greenlet is killed, and nobody else has the message
             if unsent is not None and not isinstance(end, Exception):
-                lost = f"republished nowhere: {type(end).__name__}, and {unsent.reason}"
+                lost = f"not republished: {type(end).__name__}, and {unsent.reason}"
                 self.delivery.reporter.message_lost(RedlockError(lost))
             raise
 
@@ -169,20 +168,31 @@ class LockedRun:
         )
         label = label_of_run(str(delivery.run_id), delivery.request.hostname)
         self.lock = lock_of(
-            delivery.task, self.options, self.resources, label, self.limits, marker=marker
+            delivery.task,
+            self.options,
+            self.keys,
+            label,
+            marker=marker,
+            before_starts=self._report_started,
         )
         registered = delivery.request.__dict__
+        registered[LOCK] = self.lock
         registered[RUN] = self  # before the grant leaves, so that task_postrun finds the lock
         try:
+            if delivery.header.deferral.at:
+                outcomes.put_back_if_early(delivery, wait_in_slot)
             self._acquire(wait_in_slot)
             if self.token is not None:
                 outcomes.check_not_superseded(delivery)
                 self._end_claim_at_start()
+            if self.keys.rates and delivery.cancelled is None:
+                begin_body(self.lock)  # last: whatever takes its time would delay the body
         except NotAcquired as refusal:
             registered.pop(RUN, None)
+            self.is_reported = False
             release_all(self.lock)  # it may have been granted, and a node failed after that
             before, at = delivery.header.deferral, time_of_nodes(delivery.task.app)
-            found = Refusal(refusal, at, self.options, self.resources, self.call, before)
+            found = Refusal(refusal, at, self.options, self.keys.resources, self.call, before)
             outcomes.end_refused(delivery, found)
             self.unlocked = True
             registered[RUN] = self
@@ -193,7 +203,7 @@ class LockedRun:
         except SupersededError as newer:
             self.release()
             outcomes.discard_if_ended(delivery)
-            outcomes.skip(delivery, str(newer), "a later send of the same took its place")
+            outcomes.skip(delivery, str(newer), "a later call replaced it")
         except SoftTimeLimitExceeded as error:
             self.release()
             if delivery.is_redelivered and delivery.can_republish:
@@ -240,12 +250,8 @@ class LockedRun:
     def _run_body(self, body: Body) -> Any:
         """Run the body, and release the lock if the message is acknowledged before the run."""
         delivery, completed = self.delivery, False
-        was_deferred = delivery.header.deferral.count > 0
         try:
-            # taken over from `track_started` by `LockedTask.on_bound`
-            tracks = getattr(delivery.task, "_redlock_track_started", False)
-            if tracks or was_deferred or delivery.is_redelivered:  # a state before it is stored
-                delivery.reporter.started(was_deferred=was_deferred)
+            self._report_started()
             # no further publication of the message is to run
             completed = delivery.may_have_run_elsewhere
             if self.unlocked:
@@ -254,6 +260,17 @@ class LockedRun:
         finally:
             if not delivery.acks_late:
                 self.release(completed=completed)
+
+    def _report_started(self) -> None:
+        """Store and send STARTED once, if a state before it is stored or it is asked for."""
+        if self.is_reported:
+            return
+        self.is_reported = True
+        delivery, was_deferred = self.delivery, self.delivery.header.deferral.count > 0
+        # taken over from `track_started` by `LockedTask.on_bound`
+        tracks = getattr(delivery.task, "_redlock_track_started", False)
+        if tracks or was_deferred or delivery.is_redelivered:
+            delivery.reporter.started(was_deferred=was_deferred)
 
     def _run_monitored(self, body: Body) -> Any:
         """Run a body that learns of its lock's loss, and does not succeed without its lock.
@@ -328,49 +345,42 @@ def run_of(request: Any) -> LockedRun | None:
     return run
 
 
+def lock_of_run(request: Any) -> Lock | None:
+    """Return the lock that the run of a request has asked for, even after its release, or None."""
+    lock: Lock | None = request.__dict__.get(LOCK)
+    return lock
+
+
 def lock_of(
     task: Any,
     options: TaskLockOptions,
-    resources: tuple[str, ...],
+    keys: CallKeys,
     label: str,
-    limits: Mapping[str, int] | None,
     *,
     wait: float | None = None,
     marker: CompletionMarker | None = None,
+    before_starts: Callable[[], object] | None = None,
 ) -> Lock:
     """Return the lock that a run with these options takes.
 
-    label: what the nodes show of its holder. limits: those above 1, by resource. wait: seconds,
-    instead of the options'.
+    label: what the nodes show of its holder. wait: seconds, instead of the options'. marker,
+    before_starts: as of `LockOptions`.
     """
     lock_options = LockOptions(
-        resources=resources,
+        resources=keys.resources,
         ttl=options.ttl,
         wait=options.wait if wait is None else wait,
         renew=options.renew,
         max_hold=options.max_hold,
         label=label,
         sender=task,
-        limits=limits,
+        limits=keys.limits,
+        rates=keys.rates,
+        before_starts=before_starts,
         fencing=options.fencing,
         marker=marker,
     )
     return Lock(redlock_of(task.app), lock_options)
-
-
-def refuse_aio_pool(task: Any) -> None:
-    """Raise SettingsError in a worker of celery-aio-pool.
-
-    That pool calls bodies in another thread, and keeps there what it knows of a run for the next
-    run as well: after a late run its lock would stay, and the next run would take none.
-    """
-    if sys.modules["celery_aio_pool.pool"].AsyncIOPool.singleton is None:
-        return
-    hint = (
-        f"calls bodies apart from their runs, so that {task.name} cannot be locked: use prefork, "
-        "threads, gevent or solo, or lock_key=False"
-    )
-    raise SettingsError("worker", "pool", "celery_aio_pool", hint)
 
 
 def is_completed(state: str | None, outcome: object) -> bool:

@@ -19,6 +19,10 @@ from celery_redlock.lock.validation import check_drift, check_guard, check_prefi
 DEFAULT_TTL, DEFAULT_MAX_TTL = 30.0, 60.0  # seconds
 DEFAULT_PREFIX = "redlock"
 CELERY_PREFIX = "celery."  # the start of the names of Celery's own tasks
+BEAT = "celery_redlock.beat:LockedScheduler"
+WRAPS_ITSELF = (
+    "is the scheduler that takes the lock: name the scheduler that it is to wrap, or None"
+)
 LOOPBACK = "127.0.0.1"  # metrics have no password: others see them only if a host is named
 # How each level is named, and how an option is written there: "queues" and "tasks" are entries of
 # redlock_queues and redlock_tasks, and "task" is a task's own attributes.
@@ -63,7 +67,7 @@ def did_you_mean(name: object, known: Iterable[str]) -> str:
         return f"; {INSTEAD}"
     known = list(known)
     close = difflib.get_close_matches(str(name)[:LONGEST_VALUE], known, n=1)
-    return f"; did you mean {close[0]!r}?" if close else f"; known are {', '.join(sorted(known))}"
+    return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(sorted(known))}"
 
 
 class Setting(NamedTuple):
@@ -84,7 +88,8 @@ class AppSettings:
     nodes: empty if no setting names one. options: for all tasks; queues, tasks: options by name or
     glob. countdown_cap: the longest delay of a deferral. metrics: host and port at which a worker
     serves them. call_options: those that a message may carry, None for all. nodes_from: the setting
-    that names the nodes, as "broker_url".
+    that names the nodes, as "broker_url". beat_scheduler: what celery_redlock.beat wraps; None
+    for the one that Celery would take.
     """
 
     nodes: tuple[Any, ...] = field(repr=False)  # URLs may hold passwords
@@ -101,6 +106,17 @@ class AppSettings:
     metrics: tuple[str, int] | None = None
     call_options: frozenset[str] | None = None
     nodes_from: str = "redlock_nodes"
+    beat_scheduler: Any = None
+
+    @property
+    def built_in_ttl(self) -> float:
+        """The ttl that holds if no level sets one: a small max_ttl lowers it."""
+        return min(DEFAULT_TTL, self.max_ttl)
+
+    @property
+    def ttl(self) -> float:
+        """The ttl of a lock that no task takes."""
+        return float(self.options.get("ttl", self.built_in_ttl))
 
     def may_carry(self, option: str) -> bool:
         return self.call_options is None or option in self.call_options
@@ -134,6 +150,18 @@ def _listen_address(level: str, name: str, value: Any) -> tuple[str, int] | None
     return host.strip("[]") or LOOPBACK, int(port)
 
 
+def _scheduler(level: str, name: str, value: Any) -> Any:
+    """Check what a beat imports at its start: its module may need more than an app has by then."""
+    if value is None or isinstance(value, type):
+        return value
+    if not isinstance(value, str) or not value.strip():
+        hint = 'must be a scheduler, as "django_celery_beat.schedulers:DatabaseScheduler", or None'
+        raise OptionSource(level, name).wrong(value, hint)
+    if value.replace(":", ".") == BEAT.replace(":", "."):
+        raise OptionSource(level, name).wrong(value, WRAPS_ITSELF)
+    return value
+
+
 def _in_conf(level: str, name: str, value: Any) -> Any:
     """Return a value that `levels.py` checks together with others."""
     return value
@@ -149,6 +177,7 @@ APP_SETTING: Mapping[str, Setting] = {
     "done_ttl": Setting(seconds_or_none, None),
     "metrics": Setting(_listen_address, None),
     "call_options": Setting(_in_conf, None),
+    "beat_scheduler": Setting(_scheduler, None),
     "queues": Setting(_in_conf, None),
     "tasks": Setting(_in_conf, None),
 }

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 from celery_redlock.errors import SettingsError
 from celery_redlock.lock.engine.acquirer import ROUNDS_IN_TTL
-from celery_redlock.lock.validation import check_nodes, check_permits, check_ttl
+from celery_redlock.lock.validation import check_nodes, check_permits, check_rates, check_ttl
 from celery_redlock.tasks.settings.app import (
     APP_SETTING,
     CELERY_PREFIX,
@@ -35,13 +35,17 @@ SYNONYMS = {
     **dict.fromkeys(("blocking_timeout", "acquire_timeout"), "wait"),
 }
 KEY_OPTIONS = ("key", "args")  # two ways to name the resource: a level that sets one decides both
+OF_THE_KEY = ("limit", "rate")  # options that count the runs with one key
 LONGEST_DONE_TTL = 600.0  # seconds, by default: each completion marker takes memory on the nodes
 # Seconds: kombu's own defaults, by transport; other transports have no such timeout.
 VISIBILITY_TIMEOUTS = {"redis": 3600.0, "rediss": 3600.0, "sentinel": 3600.0, "sqs": 1800.0}
 AMQP = ("", "amqp", "amqps", "pyamqp", "librabbitmq")  # schemes; "": Celery's default
 OTHER_BROKERS = 3600.0  # seconds: taken for a broker without a visibility timeout
 # settings whose checked value is the field of the same name
-_TAKEN_OVER = ("prefix", "node_timeout", "clock_drift", "max_ttl", "restart_guard", "metrics")
+_TAKEN_OVER = (
+    *("prefix", "node_timeout", "clock_drift", "max_ttl", "restart_guard", "metrics"),
+    "beat_scheduler",
+)
 
 
 def check_options(
@@ -53,7 +57,7 @@ def check_options(
         if name not in OPTION:
             raise source_of(str(name)).wrong(value, f"is not an option{option_meant(name)}")
         if travels and callable(value):
-            raise source_of(name).wrong(value, "callables stand at task and app level only")
+            raise source_of(name).wrong(value, "a callable is allowed at task and app level only")
         result[name] = OPTION[name].check(*source_of(name), value)
         if name == "ttl":
             check_ttl(*source_of(name), value, app.node_timeout, app.max_ttl)
@@ -64,6 +68,23 @@ def check_options(
         )
         raise source_of("args").wrong(options["args"], hint)
     return result
+
+
+def time_limit_of(task: Any) -> float | None:
+    """Return the seconds after which a body ends for certain, None for no limit."""
+    # Celery before 5.7 leaves the app's limits to the pool, and None on its tasks
+    conf = task.app.conf
+    soft: float | None = (
+        conf.task_soft_time_limit if task.soft_time_limit is None else task.soft_time_limit
+    )
+    hard: float | None = conf.task_time_limit if task.time_limit is None else task.time_limit
+    return soft if hard is None else hard
+
+
+def declared_queues(conf: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the names of the queues in the settings, without queues that a send creates."""
+    queues = conf.get("task_queues") or [conf.get("task_default_queue")]
+    return tuple(str(getattr(queue, "name", queue)) for queue in queues)
 
 
 def decides_key(options: Mapping[str, Any]) -> bool:
@@ -86,17 +107,30 @@ def check_outside(options: Mapping[str, Any]) -> None:
     for written, value in options.items():
         name = written.removeprefix("lock_")
         if name != written and name in OPTION:
-            hint = f'stands in one with the others of a call: lock={{"{name}": ...}}'
+            hint = f'belongs in the mapping of a call: lock={{"{name}": ...}}'
             raise SettingsError("call", written, repr(value), hint)
 
 
 def check_together(level: str, options: Mapping[str, Any]) -> None:
     """Raise SettingsError for merged options that are valid one by one, but not together."""
     whole = {**BUILT_IN, **options}
-    limit, key = whole["limit"], whole["key"]
-    if callable(limit) or (key is False and isinstance(limit, Mapping)):
-        return  # the first is asked by each run, and the second is of no key
-    check_permits(level, limit=limit, fencing=whole["fencing"], names=templates_of(key))
+    limit, rate, key = whole["limit"], whole["rate"], whole["key"]
+    names = templates_of(key)
+    # each run asks a callable, and a mapping is of a key
+    if not callable(limit) and not (key is False and isinstance(limit, Mapping)):
+        check_permits(level, limit=limit, fencing=whole["fencing"], names=names)
+    if key is not False:
+        check_rates(level, rate=rate, names=names)
+    debounce, longest = whole["debounce"], whole["debounce_max"]
+    if debounce is not None and whole["unique_for"] is not None:
+        hint = (
+            "cannot be combined with debounce, which deduplicates calls until the run is due: "
+            'leave one out, or set it to None, for one call by lock={"debounce": None}'
+        )
+        raise SettingsError(level, "unique_for", repr(whole["unique_for"]), hint)
+    if debounce is not None and longest is not None and longest < debounce:
+        hint = f"must be at least debounce={debounce:g}"
+        raise SettingsError(level, "debounce_max", repr(longest), hint)
 
 
 def check_built_in(app: AppSettings, options: Mapping[str, Any]) -> None:

@@ -16,6 +16,7 @@ from celery_redlock.errors import SettingsError
 from celery_redlock.lock.validation import (
     LONGEST,
     check_limit,
+    check_rate,
     check_seconds,
     check_wait,
     is_number,
@@ -23,6 +24,7 @@ from celery_redlock.lock.validation import (
 from celery_redlock.tasks.settings.app import DEFAULT_TTL, OptionSource, Setting, seconds_or_none
 from celery_redlock.tasks.settings.templates import check_args, check_key
 
+UNIQUE_BY = ("unique_for", "debounce")  # a send is claimed if one of these options is set
 LONGEST_WAIT = 3600.0  # seconds in a worker slot; after that most brokers deliver a message again
 
 
@@ -72,7 +74,7 @@ class Backoff:
         """Return the Backoff of such a mapping; raises SettingsError for an unknown field."""
         unknown = set(fields) - set(cls.__dataclass_fields__)
         if unknown:
-            hint = f"is no field: take {', '.join(cls.__dataclass_fields__)}"
+            hint = f"is not a field: use {', '.join(cls.__dataclass_fields__)}"
             name = min(unknown, key=str)
             raise SettingsError("Backoff", str(name), repr(fields[name]), hint)
         return cls(**fields)
@@ -95,10 +97,18 @@ class TaskLockOptions:
     on_lost: str
     on_unreachable: str
     limit: Any
+    rate: str | Mapping[str, str] | None
     fencing: bool
     unique_for: float | None
     unique_until: str
     on_duplicate: str
+    debounce: float | None
+    debounce_max: float | None
+
+    @property
+    def is_unique(self) -> bool:
+        """Whether a send is deduplicated, or debounced."""
+        return any(getattr(self, option) is not None for option in UNIQUE_BY)
 
 
 @dataclass(frozen=True)
@@ -151,6 +161,16 @@ def _one_of(*words: str, or_callable: bool = False) -> Callable[[str, str, Any],
     return check
 
 
+def _on_duplicate(level: str, name: str, value: Any) -> Any:
+    if value == "replace":
+        hint = (
+            "was taken out: the option debounce, in seconds, takes the place of this one, of "
+            'unique_for and of a countdown, as lock_debounce=30 or lock={"debounce": 30}'
+        )
+        raise OptionSource(level, name).wrong(value, hint)
+    return _one_of("existing", "fail")(level, name, value)
+
+
 def _bool(level: str, name: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise OptionSource(level, name).wrong(value, "must be True or False")
@@ -159,6 +179,14 @@ def _bool(level: str, name: str, value: Any) -> bool:
 
 def _limit(level: str, name: str, value: Any) -> Any:
     return value if callable(value) else check_limit(level, name, value)
+
+
+def _rate(level: str, name: str, value: Any) -> str | dict[str, str] | None:
+    """Return a rate as text, or a dict of texts: a message may carry it."""
+    checked = check_rate(level, name, value)
+    if isinstance(checked, dict):
+        return {template: str(one) for template, one in checked.items()}
+    return None if checked is None else str(checked)
 
 
 def check_backoff(level: str, name: str, value: Any) -> Backoff:
@@ -189,9 +217,12 @@ OPTION: Mapping[str, Setting] = {
     "on_lost": Setting(_one_of("abort", "warn"), "abort"),
     "on_unreachable": Setting(_one_of("defer", "fail", "run"), "defer"),
     "limit": Setting(_limit, 1),
+    "rate": Setting(_rate, None),
     "fencing": Setting(_bool, False),
     "unique_for": Setting(seconds_or_none, None),
     "unique_until": Setting(_one_of("started", "finished", "expired"), "finished"),
-    "on_duplicate": Setting(_one_of("existing", "fail", "replace"), "existing"),
+    "on_duplicate": Setting(_on_duplicate, "existing"),
+    "debounce": Setting(seconds_or_none, None),
+    "debounce_max": Setting(seconds_or_none, None),
 }
 BUILT_IN: Mapping[str, Any] = {name: option.default for name, option in OPTION.items()}

@@ -20,10 +20,10 @@ from celery.exceptions import SoftTimeLimitExceeded
 
 from celery_redlock.errors import ArgumentsError, SettingsError
 from celery_redlock.lock.model.keys import in_order
-from celery_redlock.lock.validation import MOST_BYTES, check_permits, is_too_long
+from celery_redlock.lock.model.rate import Rate
+from celery_redlock.lock.validation import MOST_BYTES, check_permits, check_rates, is_too_long
 from celery_redlock.tasks.settings import templates
 from celery_redlock.tasks.settings.app import (
-    DEFAULT_TTL,
     AppSettings,
     OptionSource,
     SourceOf,
@@ -32,6 +32,7 @@ from celery_redlock.tasks.settings.app import (
 )
 from celery_redlock.tasks.settings.levels import (
     KEY_OPTIONS,
+    OF_THE_KEY,
     check_built_in,
     check_options,
     check_together,
@@ -42,6 +43,7 @@ from celery_redlock.tasks.settings.levels import (
 from celery_redlock.tasks.settings.options import (
     BUILT_IN,
     OPTION,
+    UNIQUE_BY,
     EffectiveOptions,
     OptionValue,
     TaskLockOptions,
@@ -52,6 +54,10 @@ ANY_ARGUMENTS = "any-arguments"  # instead of a digest, if no argument is part o
 _TOO_LONG = f"a resource has at most {MOST_BYTES} bytes"
 _NAMES_QUEUE = re.compile(r"\{queue[}!:\[]")
 _CALL: SourceOf = partial(OptionSource.at, "call")
+_NEED_A_KEY = (
+    ("unique_for", "deduplicates by"), ("debounce", "counts sends by"),
+    ("rate", "limits the starts of"),
+)  # fmt: skip
 
 
 class TaskCall(NamedTuple):
@@ -61,6 +67,14 @@ class TaskCall(NamedTuple):
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
     queue: str
+
+
+class CallKeys(NamedTuple):
+    """What a call locks, in the order in which it does; limits above 1 and rates by resource."""
+
+    resources: tuple[str, ...]
+    limits: Mapping[str, int] | None
+    rates: Mapping[str, Rate] | None
 
 
 @dataclass(frozen=True)
@@ -92,16 +106,17 @@ class TaskLockConfig:
         check_together(f"task {self.task_name!r}", self.task_options)
         # in the queue without a name hold the options of a glob that matches every name
         check_built_in(app, merge_levels(*(level for level, _ in self.levels("", {}))))
-        unique_for = options.get("unique_for")
-        if options.get("key") is False and unique_for is not None:
-            hint = "deduplicates by the lock's key, and key=False makes none: name a key"
-            raise self.source("unique_for").wrong(unique_for, hint)
+        for name, use in _NEED_A_KEY:
+            value = options.get(name)
+            if options.get("key") is False and value is not None:
+                hint = f"{use} the lock's key, and key=False makes none: name a key"
+                raise self.source(name).wrong(value, hint)
 
     @functools.cached_property
     def may_be_unique(self) -> bool:
-        """Whether any send is deduplicated, apart from sends whose own options ask for it."""
+        """Whether any send is claimed, apart from sends whose own options ask for it."""
         levels = (self.app.options, *self.app.queues.values(), self.options)
-        return any(level.get("unique_for") is not None for level in levels)
+        return any(level.get(name) is not None for level in levels for name in UNIQUE_BY)
 
     @functools.cached_property
     def may_lock(self) -> bool:
@@ -135,20 +150,27 @@ class TaskLockConfig:
 
     def overridden(self, queue: str, options: TaskLockOptions) -> dict[str, Any]:
         """Return what a call has changed of what is excluded. options: in force for the call."""
-        usual, excluding = vars(self.options_for(queue)), (*KEY_OPTIONS, "limit")
+        usual, excluding = vars(self.options_for(queue)), (*KEY_OPTIONS, "limit", "rate")
         return {n: v for n, v in vars(options).items() if n in excluding and v != usual[n]}
 
     def levels(
         self, queue: str, call: Mapping[str, Any]
     ) -> Iterator[tuple[Mapping[str, Any], SourceOf]]:
-        """Give the options of each level with their sources; the nearest level comes last."""
-        # a small max_ttl lowers the ttl
-        built_in = {**BUILT_IN, "ttl": min(DEFAULT_TTL, self.app.max_ttl)}
-        yield built_in, partial(OptionSource.at, "built-in")
-        yield self.app.options, partial(OptionSource.at, "app")
+        """Give the options of each level with their sources; the nearest level comes last.
+
+        A limit or rate beside a key of app or queue is of that key, and counts no other one.
+        """
+        yield {**BUILT_IN, "ttl": self.app.built_in_ttl}, partial(OptionSource.at, "built-in")
+        outer = [(self.app.options, partial(OptionSource.at, "app"))]
         pattern = pattern_for(queue, self.app.queues)
         if pattern is not None:
-            yield self.app.queues[pattern], partial(OptionSource.at, "queues", of=pattern)
+            of_queue = partial(OptionSource.at, "queues", of=pattern)
+            outer.append((self.app.queues[pattern], of_queue))
+        for number, (options, source) in enumerate(outer, 1):
+            nearer = *(one for one, _ in outer[number:]), self.options, call
+            if decides_key(options) and any(map(decides_key, nearer)):
+                options = {n: v for n, v in options.items() if n not in OF_THE_KEY}
+            yield options, source
         yield self.options, self.source
         yield call, _CALL
 
@@ -278,16 +300,32 @@ class TaskLockConfig:
     def _called(self, options: TaskLockOptions, call: TaskCall) -> tuple[str, ...]:
         source, key = self.source("key"), options.key
         returned = _asked(key, source, call)
+        if returned is None:
+            return ()
         found = returned if isinstance(returned, (list, tuple)) else [returned]
         if not found or not all(isinstance(resource, str) and resource for resource in found):
             got = f"got {type(returned).__name__}"
-            raise source.wrong(key, f"must return a text or a list of texts, not empty; {got}")
+            raise source.wrong(
+                key, f"must return a text or a list of texts, not empty, or None; {got}"
+            )
         if any(map(is_too_long, found)):
             raise source.wrong(key, f"{_TOO_LONG}; a callable returned more")
         found = in_order(found)
         if not callable(options.limit):
             check_permits(source.level, limit=options.limit, fencing=options.fencing, names=found)
+        check_rates(source.level, rate=options.rate, names=found)
         return found
+
+    def keys(self, options: TaskLockOptions, call: TaskCall, resources: Sequence[str]) -> CallKeys:
+        """Return what a call locks, with limits and rates; resources: as `resources` gave them.
+
+        Raises SettingsError for what a callable limit raises, and for limits or rates that are none
+        for these resources.
+        """
+        # most tasks have neither
+        limits = None if options.limit == 1 else self.limits(options, call, resources)
+        rates = None if options.rate is None else self.rates(options, resources)
+        return CallKeys(in_order(resources, limits), limits, rates)
 
     def limits(
         self, options: TaskLockOptions, call: TaskCall, resources: Sequence[str]
@@ -311,6 +349,22 @@ class TaskLockConfig:
             own = by_name.get(name, 1)  # two templates may give one resource: the smaller limit
             found[resource] = min(own, found.get(resource, own))
         return {resource: own for resource, own in found.items() if own > 1} or None
+
+    def rates(self, options: TaskLockOptions, resources: Sequence[str]) -> dict[str, Rate] | None:
+        """Return the rates by resource; None without one. resources: of a call, as `resources`."""
+        if options.rate is None or not resources:
+            return None
+        names = templates_of(options.key) or resources
+        by_name = check_rates(self.source("rate").level, rate=options.rate, names=names) or {}
+        found: dict[str, Rate] = {}
+        for name, resource in zip(names, resources, strict=True):
+            own = by_name.get(name)
+            if own is None:
+                continue
+            if found.setdefault(resource, own) != own:
+                hint = f"{resource!r} has two rates for these arguments: {own}, {found[resource]}"
+                raise self.source("rate").wrong(options.rate, hint)
+        return found or None
 
     def _filled(self, template: str, arguments: Mapping[str, Any], queue: str) -> str:
         try:

@@ -51,7 +51,7 @@ def check_key(level: str, name: str, value: Any) -> Any:
     if not isinstance(entries, (list, tuple)) or not entries:
         raise wrong(value, "must be a template, a list of templates, a callable or False")
     if not all(isinstance(entry, str) and entry for entry in entries):
-        raise wrong(value, "a list holds templates only, none of them empty")
+        raise wrong(value, "a template must be a text, not empty")
     if any(map(is_too_long, entries)):
         raise wrong(value, f"a template has at most {MOST_BYTES} bytes")
     for entry in entries:
@@ -72,9 +72,9 @@ def check_args(level: str, name: str, value: Any) -> tuple[str, ...] | None:
     if not isinstance(value, (list, tuple)):
         raise wrong(value, 'must be a list of argument names, as ["sku"], or None')
     if not all(isinstance(one, str) and one for one in value):
-        raise wrong(value, "a list holds argument names only, none of them empty")
+        raise wrong(value, "an argument name must be a text, not empty")
     if any("{" in one for one in value):
-        raise wrong(value, "takes names without braces; templates stand in the option key")
+        raise wrong(value, "takes names without braces; set templates by the option key")
     return tuple(dict.fromkeys(value))
 
 
@@ -137,7 +137,7 @@ def compiled(template: str, depth: int = 2) -> Template:
             hint = "name arguments in braces, as {sku}, {rest[0]}, {options[sku]}; no attributes"
             raise ValueError(hint)
         if conversion not in _CONVERSIONS:
-            raise ValueError(f"!{conversion} is no conversion: take !r, !s or !a")
+            raise ValueError(f"!{conversion} is not a conversion: use !r, !s or !a")
         if not depth:
             raise ValueError("fields nest too deeply: a field in a format takes no further field")
         _check_format(form or "")

@@ -13,7 +13,7 @@ import random
 import re
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from celery.app.task import Context
@@ -21,7 +21,7 @@ from celery.app.task import Context
 from celery_redlock.errors import QuorumUnreachable
 from celery_redlock.label import RunId
 from celery_redlock.lock.engine.session import Session
-from celery_redlock.lock.model.keys import completion_key
+from celery_redlock.lock.model.keys import SENDING, SENT, completion_key
 from celery_redlock.lock.platform.threads import uninterruptible
 from celery_redlock.lock.server.error_hints import causes_of
 from celery_redlock.lock.transport.command import IGNORE_REPLY, Command, encode_command
@@ -30,8 +30,6 @@ from celery_redlock.tasks.delivery.delivery import HEADER, LockHeader, is_moment
 from celery_redlock.tasks.per_app import redlock_of
 from celery_redlock.tasks.settings.options import TaskLockOptions
 from celery_redlock.tasks.unique.rounds import (
-    SENDING,
-    SENT,
     ClaimRelease,
     ClaimRound,
     EarlierSend,
@@ -43,6 +41,7 @@ T = TypeVar("T")
 
 SENDING_TTL = 5.0  # seconds for which others wait for an unconfirmed send: it may be slow, or dead
 MIN_ROUNDS = 4  # node timeouts that SENDING_TTL leaves time for at least
+MOST_WAIT = 1.0  # seconds for which a debounced send waits for a rival: then both run
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.01, 0.25  # seconds between tries while another send is unconfirmed
 MIN_MARKER_TTL = 60.0  # seconds
 _ENDS = ("started", "finished", "expired")
@@ -53,24 +52,35 @@ class Claim:
     """The claim of one send, from its first request until it is confirmed or given up.
 
     name: of the unique key. run_id: of the run that the message leads to. options: those of the
-    send. unique_for: seconds that the claim lasts. delay: seconds after these for which the message
-    may still be delivered. carried: what the message carries; None unless a quorum has the claim.
+    send. unique_for: seconds that the claim lasts; that of a debounced send lasts until its run is
+    due. late: seconds after that for which a debounced message may still be delivered. carried:
+    what the message carries; None unless a quorum has the claim. lasts: seconds; of a debounced
+    send, until its run is due.
     """
 
     def __init__(
         self, session: Session, name: str, run_id: RunId, options: TaskLockOptions,
-        unique_for: float, delay: float,
+        unique_for: float, late: float = 0.0,
     ) -> None:  # fmt: skip
         self._session, self.name, self.run_id = session, name, run_id
-        self._options, self._unique_for, self._delay = options, unique_for, delay
+        self._options, self._late = options, late
+        self._debounce = options.debounce
+        self.lasts = unique_for if self._debounce is None else self._until_due(0.0)
         self.carried: ClaimToken | None = None
         self._token = ""  # with which the value on the nodes begins
         self._opened_at = 0.0
-        min_ttl = max(SENDING_TTL, MIN_ROUNDS * session.options.node_timeout)
-        self._sending_ttl = min(unique_for, min_ttl)
-        # of the token in use: its rounds, and what it may have replaced, by node
-        self._rounds: list[ClaimRound] = []
-        self._before: dict[int, EarlierSend] = {}
+        self._rounds: list[ClaimRound] = []  # of the token in use
+
+    def _until_due(self, age: float) -> float:
+        """Return the seconds until a debounced run is due. age: seconds, of the burst."""
+        longest = self._options.debounce_max
+        left = math.inf if longest is None else max(0.0, longest - age)
+        return min(self._debounce or 0.0, left)
+
+    @property
+    def _sending_ttl(self) -> float:
+        """The seconds for which the nodes keep the claim before it is confirmed."""
+        return min(self.lasts, max(SENDING_TTL, MIN_ROUNDS * self._session.options.node_timeout))
 
     def send(self, publish: Callable[[ClaimToken | None], T]) -> T | EarlierSend:
         """Publish the message, or return the earlier send that this one is a duplicate of.
@@ -98,7 +108,7 @@ class Claim:
         if not self.confirm():
             self._warn(
                 "send_not_remembered",
-                "%s was published too slowly to be remembered: a later send is no duplicate of it",
+                "%s took too long to publish: a later call is not recognized as its duplicate",
             )
         return result
 
@@ -111,8 +121,9 @@ class Claim:
         Waits while another send of the name is unconfirmed. If no quorum agrees within that time,
         returns None without a token. Raises QuorumUnreachable, SettingsError.
         """
-        clock = self._session.clock
-        until, tries = clock.now() + self._sending_ttl, 0
+        clock, tries = self._session.clock, 0
+        patience = self._sending_ttl if self._debounce is None else MOST_WAIT
+        until = clock.now() + patience
         while True:
             rival = self._attempt()
             if isinstance(rival, EarlierSend):
@@ -127,17 +138,16 @@ class Claim:
         """Try once: return the earlier send, or whether to try again as a rival is unconfirmed."""
         session, replaced = self._session, None
         # a new one for each try: the release of an old one, delivered late, cannot end this one
-        self._token, self._rounds, self._before = session.platform.new_token(), [], {}
+        self._token, self._rounds = session.platform.new_token(), []
         self._opened_at = session.clock.now()
         first = self._ask("")
         earlier = first.agreed
+        if self._debounce is not None:
+            self.lasts = self._until_due(0.0 if earlier is None else earlier.age)
         if not first.reached and earlier is not None and earlier.is_sent:
-            if self._options.on_duplicate != "replace":
+            if self._debounce is None:
                 self.give_up()
                 return earlier
-            # replaces it on the nodes that have it
-            others, known = set(range(len(session.nodes.all))) - first.changed, first.earlier
-            self._before = {node: known.get(node, earlier) for node in others}
             if self._ask(earlier.token).reached:
                 replaced = earlier
         if first.reached or replaced is not None:
@@ -150,21 +160,25 @@ class Claim:
         return earlier is not None or any(not one.is_sent for one in first.earlier.values())
 
     def _message_token(self, replaced: EarlierSend | None) -> ClaimToken:
-        clock, until = self._session.clock, self._options.unique_until
-        wall = clock.wall_us() / 1e6
-        ends_at = wall + self._opened_at + self._unique_for - clock.now()
-        if replaced is None:
-            return ClaimToken(self.name, self._token, until, ends_at)
-        kept_for = max(0.0, replaced.gone_by - wall)
-        return ClaimToken(self.name, self._token, until, ends_at, replaced.run_id, kept_for)
+        if self._debounce is not None:  # the nodes end the claim
+            token = ClaimToken(self.name, self._token, "expired")
+            if replaced is None:
+                return token
+            kept_for = min(replaced.expires_in, LONGEST) + self._late
+            return replace(token, replaces=replaced.run_id, kept_for=kept_for)
+        clock = self._session.clock
+        ends_at = clock.wall_us() / 1e6 + self._opened_at + self.lasts - clock.now()
+        return ClaimToken(self.name, self._token, self._options.unique_until, ends_at)
 
     def _ask(self, expected: str) -> ClaimRound:
         """Set this send on every node whose value begins with `expected`; "": that has none."""
         session = self._session
-        round_, sent = ClaimRound(session.nodes), session.clock.now()
+        asks_age = self._options.debounce_max is not None and not expected
+        round_, sent = ClaimRound(session.nodes, asks_age=asks_age), session.clock.now()
         self._rounds.append(round_)
+        terms = [str(max(1, int(one * 1000))) for one in (self.lasts, self._sending_ttl)]
         value = self._value(SENDING)
-        command = change(session, self.name, expected, value, self._sending_ttl, round_)
+        command = change(session, self.name, expected, value, *terms, handler=round_)
         session.nodes.broadcast(command, sent)
         session.nodes.wait(round_, sent + session.options.node_timeout)
         session.nodes.wait_for_connects(round_, sent)
@@ -173,10 +187,7 @@ class Claim:
         return round_
 
     def _value(self, state: str) -> str:
-        wall = self._session.clock.wall_us() / 1e6
-        # the second since 1970 after which a message that is published now is not delivered
-        gone_by = math.ceil(wall + self._unique_for + self._delay)
-        return f"{self._token}:{state}:{gone_by}:{self.run_id}"
+        return f"{self._token}:{state}:{self.run_id}"
 
     @uninterruptible
     def confirm(self) -> bool:
@@ -194,19 +205,14 @@ class Claim:
             nodes.read([nodes.all[node] for node in unchanged])  # replies that came meanwhile
             unchanged = every - self._changed
         now = session.clock.now()
-        left = self._opened_at + self._unique_for - now
-        confirmed = change(session, self.name, self._token, self._value(SENT), left)
-        if left > 0 and not unchanged:
-            nodes.broadcast(confirmed, now)
-        else:
-            deleted = change(session, self.name, self._token)
-            for node in every:
-                is_told = left > 0 and node not in unchanged
-                nodes.send_to(node, confirmed if is_told else deleted, now)
+        confirmed = change(session, self.name, self._token, self._value(SENT), "", "")
+        deleted = change(session, self.name, self._token, "", "", "")
+        for node in every:
+            nodes.send_to(node, deleted if node in unchanged else confirmed, now)
         if self.carried is not None:
             self.carried.mark_superseded(session, self.run_id.name)
         session.watchdog.run_maintenance_by(now + session.options.node_timeout)
-        return now < self._opened_at + self._sending_ttl or left <= 0
+        return now < self._opened_at + self._sending_ttl or self._sending_ttl == self.lasts
 
     @property
     def _changed(self) -> set[int]:
@@ -216,21 +222,13 @@ class Claim:
     @uninterruptible
     def give_up(self) -> None:
         """Delete the claim on every node, or restore the value that it replaced. Does not wait."""
-        session, now = self._session, self._session.clock.now()
+        session = self._session
         if not self._rounds:
             return
         for round_ in self._rounds:
             round_.wanted = False
-        # not on a node whose late reply said that it had no value: the earlier run may be over
-        fresh = self._rounds[0].changed
-        before = {node: one for node, one in self._before.items() if node not in fresh}
-        for node, earlier in before.items():
-            expires_in = min(earlier.expires_in, LONGEST)
-            restored = change(session, self.name, self._token, earlier.value, expires_in)
-            session.nodes.send_to(node, restored, now)
-        elsewhere = set(self._rounds[-1].earlier) | set(before)
-        nodes = set(range(len(session.nodes.all))) - elsewhere
-        ClaimRelease(session, self.name, self._token).send(nodes)
+        nodes = set(range(len(session.nodes.all))) - set(self._rounds[-1].earlier)
+        ClaimRelease(session, self.name, self._token, puts_back=True).send(nodes)
         self.carried, self._rounds = None, []
 
 
@@ -286,7 +284,7 @@ class ClaimToken:
         """Release the key if that is due at the start, before the body reads anything."""
         # wait for a quorum: a send from here on must not be dropped for what the body has read
         if self.until == "started" and not self.release(session).wait():
-            text = "no quorum of nodes released unique key %r: later sends may count as duplicates"
+            text = "no quorum of nodes released unique key %r: later calls may count as duplicates"
             extra = {"event": "window_stays", "resource": self.name}
             logger.warning(text, self.name, extra=extra)
 

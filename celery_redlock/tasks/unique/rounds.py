@@ -6,16 +6,18 @@ Not here: the steps of one send, which begin these rounds and find a duplicate (
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from statistics import median_low
 from typing import Any
 
 import hiredis
 
 from celery_redlock.errors import NodeError
 from celery_redlock.lock.engine.session import Session
-from celery_redlock.lock.model.keys import unique_key
+from celery_redlock.lock.model.keys import parts_of_claim, unique_key
+from celery_redlock.lock.model.lease import validity
 from celery_redlock.lock.platform.threads import uninterruptible
-from celery_redlock.lock.server.requests import load_script
+from celery_redlock.lock.server.requests import UNIQUE
 from celery_redlock.lock.transport.command import (
     IGNORE_REPLY,
     Command,
@@ -26,61 +28,53 @@ from celery_redlock.lock.transport.command import (
 )
 from celery_redlock.lock.transport.nodes import Nodes
 
-SENDING, SENT = "sending", "sent"  # the state of a send, as its value on the nodes names it
 DELIVER_FOR = 60.0  # seconds for which a release is repeated to a node that is away
-
-UNIQUE = load_script("unique")
 
 
 def change(
-    session: Session, name: str, expected: str, value: str = "", ttl: float = 0.0,
+    session: Session, name: str, expected: str, value: str = "", *terms: str,
     handler: Handler = IGNORE_REPLY,
 ) -> Command:  # fmt: skip
     """Return the command that changes a unique key.
 
     name: as of `unique_name`. expected: what the current value must begin with; "": there must be
-    none. value: the new one, for `ttl` seconds; "": none.
+    none. value: the new one; "": none. terms: the last two arguments of lua/unique.lua.
     """
-    key, ttl_ms = unique_key(session.options.prefix, name), max(1, math.ceil(ttl * 1000))
-    return Command(UNIQUE.call([key], expected, value, str(ttl_ms)), handler, UNIQUE)
+    words = UNIQUE.call([unique_key(session.options.prefix, name)], expected, value, *terms)
+    return Command(words, handler, UNIQUE)
 
 
 @dataclass(frozen=True)
 class EarlierSend:
     """What a node knows of an earlier send.
 
-    is_sent: its sender has confirmed that it was published. gone_by: seconds since 1970, after
-    which its message is not delivered any more. expires_in: seconds.
+    is_sent: its sender has confirmed that it was published. expires_in: seconds, inf if it does not
+    expire. age: seconds since the first send of its burst.
     """
 
     token: str
     is_sent: bool
-    gone_by: float
     run_id: str
-    value: str
     expires_in: float
+    age: float = 0.0
 
     @property
     def task_id(self) -> str:
         return self.run_id.partition(":")[0]
 
     @classmethod
-    def of(cls, value: str, expires_in: float) -> EarlierSend:
+    def of(cls, value: str, expires_in: float, age: float = 0.0) -> EarlierSend:
         """Parse a value; one that another program wrote is a send that was never confirmed."""
-        token, _, rest = value.partition(":")
-        state, _, rest = rest.partition(":")
-        moment, _, run_id = rest.partition(":")
-        gone_by = float(moment) if moment.isdecimal() else 0.0
-        return cls(token, state == SENT and bool(run_id), gone_by, run_id, value, expires_in)
+        return cls(*parts_of_claim(value), expires_in, age)
 
 
 def read_reply(reply: Any) -> EarlierSend | bool:
     """Return whether a node has changed the key, or the other send that it names."""
     if type(reply) is int and reply in (0, 1):
         return bool(reply)
-    if type(reply) is list and [type(word) for word in reply] == [int, bytes]:
+    if type(reply) is list and [type(word) for word in reply] == [int, bytes, int]:
         expires_in = reply[0] / 1000 if reply[0] >= 0 else math.inf
-        return EarlierSend.of(text_of(reply[1]), expires_in)
+        return EarlierSend.of(text_of(reply[1]), expires_in, reply[2] / 1000)
     raise UnexpectedReplyError(reply)
 
 
@@ -88,12 +82,14 @@ class ClaimRound(Round):
     """One compare-and-set of a claim on all nodes, and their replies.
 
     changed: the nodes that have the new value. earlier: the earlier sends, by node. wanted: False
-    once the claim is given up, so that no request for it is written any more.
+    once the claim is given up, so that no request for it is written any more. asks_age: the round
+    waits for all nodes that have a burst, since one whose clock was set is to be outvoted.
     """
 
-    __slots__ = ("_found", "_nodes", "_repeated", "wanted")
+    __slots__ = ("_asks_age", "_found", "_nodes", "_repeated", "wanted")
 
-    def __init__(self, nodes: Nodes) -> None:
+    def __init__(self, nodes: Nodes, *, asks_age: bool = False) -> None:
+        self._asks_age = asks_age
         self.decided, self.wake, self.wanted = False, None, True
         self._nodes, self._repeated = nodes, set[int]()
         # by node, as of `read_reply`; None: it failed. Another thread may add a late reply
@@ -120,7 +116,7 @@ class ClaimRound(Round):
         count, quorum, heard = len(self._nodes.all), self._nodes.quorum, len(self._found)
         missing, failed = count - heard, heard - self.voted
         is_clear = self.reached or not missing or failed > count - quorum
-        if not is_clear and (earlier := self.agreed) is not None:
+        if not (is_clear or self._asks_age) and (earlier := self.agreed) is not None:
             sent = sum(one.is_sent for one in self.earlier.values())
             is_clear = earlier.is_sent or sent + missing < quorum
         if is_clear:
@@ -160,19 +156,26 @@ class ClaimRound(Round):
             return None
         own = [one for one in sends if one.token == token]
         is_sent = sum(one.is_sent for one in own) >= quorum
-        return next(one for one in own if one.is_sent == is_sent)
+        found = next(one for one in own if one.is_sent == is_sent)
+        age = median_low(one.age for one in own)  # not that of a node whose clock was set
+        return replace(found, expires_in=validity([one.expires_in for one in own], quorum), age=age)
 
 
 class ClaimRelease(Round):
     """The release of a unique key on all nodes, also on a node that is away for a while.
 
-    expires_in: seconds after which the key expires anyway. Decided once a quorum has executed it.
+    expires_in: seconds after which the key expires anyway. puts_back: the send has failed, and an
+    earlier one that it has replaced is the valid one again. Decided once a quorum has executed it.
     """
 
     wanted = True
 
-    def __init__(self, session: Session, name: str, token: str, expires_in: float = 0.0) -> None:
+    def __init__(
+        self, session: Session, name: str, token: str, expires_in: float = 0.0, *,
+        puts_back: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__()
+        self._terms = ("back", "") if puts_back else ("", "")
         self._session, self._name, self._token = session, name, token
         self._made_at, self._expires_in = session.clock.now(), expires_in
         self._executed: set[int] = set()
@@ -205,20 +208,19 @@ class ClaimRelease(Round):
 
     def command(self) -> Command:
         """Return what to send; not kept, because it refers to this object."""
-        return change(self._session, self._name, self._token, handler=self)
+        return change(self._session, self._name, self._token, "", *self._terms, handler=self)
 
     def on_reply(self, node: int, sent: float, reply: Any, run_id: str) -> None:
         """Count the reply, or send it again if the node could not: loading, busy, no disk.
 
-        Also send it again if another send is just replacing this one: if that send fails, it puts
-        this one's value back. Raises UnexpectedReplyError.
+        Raises UnexpectedReplyError.
         """
         session = self._session
-        found = None if type(reply) is hiredis.ReplyError else read_reply(reply)
-        if found is None or (isinstance(found, EarlierSend) and not found.is_sent):
+        if type(reply) is hiredis.ReplyError:
             session.releaser.outbox.put(node, self)
             session.watchdog.run_maintenance_by(session.clock.now() + session.options.node_timeout)
             return
+        read_reply(reply)
         self._executed.add(node)
         if not self.decided and len(self._executed) >= session.nodes.quorum:
             self.decide()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 from collections.abc import Callable, Mapping
 from datetime import datetime
 from typing import Any, TypeVar
@@ -21,8 +22,13 @@ from celery_redlock.lock.validation import check_resources
 from celery_redlock.tasks.delivery.delivery import HEADER, utc_now
 from celery_redlock.tasks.per_app import redlock_of, settings_of
 from celery_redlock.tasks.settings.app import OptionSource
-from celery_redlock.tasks.settings.levels import check_options
-from celery_redlock.tasks.settings.options import BUILT_IN, Backoff, TaskLockOptions
+from celery_redlock.tasks.settings.levels import (
+    OTHER_BROKERS,
+    check_options,
+    check_together,
+    visibility_timeout,
+)
+from celery_redlock.tasks.settings.options import BUILT_IN, UNIQUE_BY, Backoff, TaskLockOptions
 from celery_redlock.tasks.unique.claim import Claim, ClaimToken
 from celery_redlock.tasks.unique.rounds import EarlierSend
 
@@ -33,33 +39,39 @@ AWAITED = ("task_id", "link", "link_error", "chord", "group_id")
 
 def send_unique(
     app: Any, name: str, args: Any = None, kwargs: Any = None, *, resource: str,
-    unique_for: float, unique_until: str = "finished", on_duplicate: str = "existing",
-    on_unreachable: str = "defer", **options: Any,
+    unique_for: float | None = None, unique_until: str = "finished",
+    on_duplicate: str = "existing", debounce: float | None = None,
+    debounce_max: float | None = None, on_unreachable: str = "defer", **options: Any,
 ) -> Any:  # fmt: skip
     """Send a task by its name, as `app.send_task` does, unless it is a duplicate.
 
     For processes that do not have the task, and so cannot make its key. resource: what the task's
     `lock_key` or `lock_args` gives for these arguments, such as "stock:42". Then a send by name and
-    a send of the task are duplicates of each other. unique_for, unique_until, on_duplicate and
-    on_unreachable: the options of these names. options: as in `app.send_task`.
-    Returns an AsyncResult. Raises DuplicateTask, SettingsError and QuorumUnreachable.
+    a send of the task are duplicates of each other. unique_for to on_unreachable: the options of
+    these names, with one of unique_for and debounce. options: as in `app.send_task`.
+    Returns an AsyncResult, whose `is_duplicate` is True if it is that of an earlier send. Raises
+    DuplicateTask, SettingsError and QuorumUnreachable.
     """
     given = {
         "unique_for": unique_for,
         "unique_until": unique_until,
         "on_duplicate": on_duplicate,
+        "debounce": debounce,
+        "debounce_max": debounce_max,
         "on_unreachable": on_unreachable,
     }
     settings, level = settings_of(app), "send_unique"
     given = check_options(given, settings, lambda option: OptionSource(level, option), travels=True)
+    check_together(level, given)
     if not isinstance(resource, str) or not resource:
         raise SettingsError(level, "resource", repr(resource), "must be a text, not empty")
     check_resources(level, resource)
+    add_is_duplicate(app)
     publish = functools.partial(app.send_task, name, args, kwargs)
-    if given["unique_for"] is None or is_awaited(options) or app.conf.task_always_eager:
+    lock_options = TaskLockOptions(**{**BUILT_IN, "ttl": settings.max_ttl, **given})
+    if not lock_options.is_unique or is_awaited(options) or app.conf.task_always_eager:
         return publish(**options)
     options["task_id"] = uuid()
-    lock_options = TaskLockOptions(**{**BUILT_IN, "ttl": settings.max_ttl, **given})
     return send_claimed(
         app, name, (resource,), lock_options, options, publish=publish, result_of=app.AsyncResult
     )
@@ -76,28 +88,74 @@ def send_claimed(
     does. The claim never outlasts the message: a queue may drop an expired one, and then no worker
     would release the key.
     """
-    countdown = seconds_until(app, options.get("eta") or options.get("countdown") or 0.0)
     task_expires = getattr(app._tasks.get(task_name), "expires", None)
-    expires = options.get("expires", task_expires)
-    unique_for = lock_options.unique_for or 0.0
+    expires, left = options.get("expires", task_expires), math.inf
     if expires is not None:
-        unique_for = max(0.0, min(unique_for, seconds_until(app, expires)))
+        left = max(0.0, seconds_until(app, expires))
+    debounce, settings = lock_options.debounce, settings_of(app)
+    if debounce is not None:
+        _check_debounced(options, expires, left, debounce)
     name, run_id = unique_name(task_name, resources), RunId(options["task_id"], task_name)
-    delay = max(0.0, countdown) + settings_of(app).done_ttl
+    late = max(OTHER_BROKERS, visibility_timeout(app.conf) or 0.0)
     redlock = redlock_of(app)  # kept until the end: an app may leave its own meanwhile
-    claim = Claim(redlock.session, name, run_id, lock_options, unique_for, delay)
+    unique_for = min(lock_options.unique_for or 0.0, left)
+    claim = Claim(redlock.session, name, run_id, lock_options, unique_for, late)
 
     def publish_with(token: ClaimToken | None) -> T:
+        if debounce is not None:
+            options["countdown"] = min(claim.lasts, settings.countdown_cap)
+            waits = {"at": redlock.session.guard.wall(), "countdown": claim.lasts}
+            add_to_header(options, deferral=waits)
         if token is not None:
-            add_token(options, token)
+            add_to_header(options, unique=token.to_message())
         return publish(**options)
 
     sent = claim.send(publish_with)
     if not isinstance(sent, EarlierSend):
         return sent
     if lock_options.on_duplicate == "fail":
-        raise DuplicateTask(", ".join(resources), sent.task_id)
-    return result_of(sent.task_id)
+        ends = sent.expires_in if math.isfinite(sent.expires_in) else None
+        raise DuplicateTask(", ".join(resources), sent.task_id, ends)
+    return _mark_duplicate(result_of(sent.task_id))
+
+
+def _check_debounced(
+    options: Mapping[str, Any], expires: object, left: float, debounce: float
+) -> None:
+    """Raise SettingsError for what contradicts a debounce. left: seconds until `expires`."""
+    for name in ("countdown", "eta"):
+        if options.get(name) is not None:
+            hint = (
+                "the option debounce says when the run starts: leave this out, or set the seconds "
+                'of this call by lock={"debounce": ...}; lock={"debounce": None} is a plain send'
+            )
+            raise SettingsError("call", name, repr(options[name]), hint)
+    if left <= debounce:
+        hint = f"ends the message before its run is due: must be later than debounce={debounce:g} s"
+        raise SettingsError("call", "expires", repr(expires), hint)
+
+
+def add_is_duplicate(app: Any) -> None:
+    """Let each result of an app have `is_duplicate`: whether its send was a duplicate."""
+    results = app.AsyncResult  # Source: celery.app.base: a class of this app alone
+    if hasattr(results, "is_duplicate"):
+        return
+    reduce = results.__reduce__
+
+    def reduce_result(result: Any) -> Any:
+        return (_unpickle_duplicate, reduce(result)) if result.is_duplicate else reduce(result)
+
+    results.is_duplicate, results.__reduce__ = False, reduce_result
+
+
+def _unpickle_duplicate(make: Callable[..., T], args: tuple[Any, ...]) -> T:
+    return _mark_duplicate(make(*args))
+
+
+def _mark_duplicate(result: T) -> T:
+    marked: Any = result
+    marked.is_duplicate = True
+    return result
 
 
 def seconds_until(app: Any, moment: float | str | datetime) -> float:
@@ -126,9 +184,10 @@ def unique_name(task_name: str, resources: tuple[str, ...]) -> str:
     return f"{task}:{name_of_all(resources)}"
 
 
-def add_token(options: dict[str, Any], token: ClaimToken) -> None:
+def add_to_header(options: dict[str, Any], **parts: Mapping[str, Any]) -> None:
+    """Add parts to our header of a send. options: Celery's, with its task id."""
     headers = options.get("headers") or {}
-    header = {**header_of_send(headers, options["task_id"]), "unique": token.to_message()}
+    header = {**header_of_send(headers, options["task_id"]), **parts}
     options["headers"] = {**headers, HEADER: header}
 
 
@@ -172,9 +231,9 @@ def carry_options(
 def _put_options(name: str, call_options: Any, headers: dict[str, Any]) -> None:
     if not isinstance(call_options, Mapping):  # no option has the name "lock": the run refuses it
         call_options = {"lock": repr(call_options)}
-    if call_options.get("unique_for") is not None:
+    if any(call_options.get(option) is not None for option in UNIQUE_BY):
         logger.warning(
-            "sending %s without deduplication: a send by name knows no key; use send_unique",
+            "sending %s without deduplication: a call by name has no key; use send_unique",
             name, extra={"event": "sent_without_check", "task": name},
         )  # fmt: skip
     header = header_of_send(headers, headers.get("id"))

@@ -74,11 +74,24 @@ class Dispatcher:
         self._in_buckets: dict[Any, list[QueueKey]] = {}  # by request, which waits for its rate
         self._awaiting_rate: dict[QueueKey, Any] = {}  # by queue: the first of these requests
         self._runs: dict[str, Any] = {}  # by resource: its last request that went to the pool
+        # by name of what has several permits: the requests that waited for one and went to the pool
+        self._sent: dict[str, list[Any]] = {}
 
     def waiting(self) -> list[WaitingMessage]:
         """Return the waiters by priority, then by first deferral; called by any thread."""
         with self.mutex:
             return sorted(self.queues.all())
+
+    def unaccepted(self) -> list[Any]:
+        """Return the requests that went on to Celery, and that it has forgotten if it stops.
+
+        Source: celery.worker.consumer: Consumer.on_close empties its buckets, and the queue for a
+        slot of the prefork pool; AsynPool.flush forgets each job that no child has accepted, even
+        if a child is about to read it. Other pools run what they have.
+        """
+        loses = getattr(self._consumer.pool, "uses_semaphore", False)
+        sent = [one for one in list(self._dispatched) if one.time_start is None] if loses else []
+        return [*list(self._in_buckets), *sent]
 
     def add(self, waiter: WaitingMessage) -> None:
         """Queue a message."""
@@ -90,7 +103,7 @@ class Dispatcher:
             self._update_prefetch()
             is_head = self.queues.head(waiter.queue) is waiter
         if is_head:
-            self._on_head(waiter.queue.resource, first)
+            self._on_head(waiter.queue.name, first)
 
     def schedule(self, request: Any, countdown: float) -> None:
         """Do what Celery does for a message with a countdown, for one that was in the pool.
@@ -127,7 +140,7 @@ class Dispatcher:
     def holds_back(self, waiter: WaitingMessage, *, is_named: bool) -> bool:
         """Let a message wait on that a run of this worker is before; return whether it does."""
         waits = waiter.waits_for_release and waiter.queue.limit == 1 and not is_named
-        run = self.run_of(waiter.queue.resource) if waits else None
+        run = self.run_of(waiter.queue.name) if waits else None
         if run is None:
             return False
         began = run.time_start
@@ -170,8 +183,8 @@ class Dispatcher:
                 self._awaiting_rate.setdefault(queue, request)
         elif self.has_slots:
             for queue in alone:
-                if queue.resource and self.run_of(queue.resource) is None:
-                    self._runs[queue.resource] = request
+                if queue.name and self.run_of(queue.name) is None:
+                    self._runs[queue.name] = request
 
     def awaits_rate(self, queue: QueueKey) -> bool:
         """Return whether a message of a queue waits for its rate: the next one would be refused."""
@@ -189,6 +202,14 @@ class Dispatcher:
         """
         request = self._runs.get(resource)
         return request if request in state.reserved_requests else None
+
+    def unbegun(self, queue: QueueKey) -> int:
+        """Return how many messages of a queue are in the pool's own: they have not asked yet."""
+        sent, reserved = self._sent.pop(queue.name, []), state.reserved_requests
+        left = [one for one in sent if one in reserved and one.time_start is None]
+        if left:
+            self._sent[queue.name] = left
+        return len(left)
 
     def sweep(self) -> None:
         """Dispatch cancelled messages; forget ended runs, and resources without messages."""
@@ -263,13 +284,15 @@ class Dispatcher:
             self._dispatched.add(request)
             if waiter is not None:
                 self.note_leaving(request, [waiter.queue])
+                if waiter.queue.limit != 1:
+                    self._sent.setdefault(waiter.queue.name, []).append(request)
                 was_head = self.queues.head(waiter.queue) is waiter
                 following = self.queues.remove(waiter, self._clock.now(), is_named=is_named)
                 if following is not None:
                     self._arm(following)
         try:
             if waiter is not None and was_head:
-                self._on_head(waiter.queue.resource, None)
+                self._on_head(waiter.queue.name, None)
         finally:  # it is in no queue any more
             self._pass_on(request)
 

@@ -103,5 +103,7 @@ class EventLoop:
             try:
                 callback(*args)
             except Exception:
-                text = "a release could not be handed on; what waits tries at its own time. See %s"
+                text = (
+                    "a release could not be dispatched; waiting messages retry on their own. See %s"
+                )
                 logger.exception(text, anchors.UNEXPECTED, extra={"event": "hand_off_failed"})

@@ -16,6 +16,8 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from celery_redlock.lock.model.rate import Rate, awaited
+
 WITHOUT_QUORUM = ""  # instead of a resource: of messages for which no quorum voted
 # the sign of a priority in the order of a broker; others have no priorities
 # Source: kombu.transport.redis reads its lists from the lowest number on; RabbitMQ, and the
@@ -40,6 +42,8 @@ class WaitingTimes:
     # meanwhile; or after twice the time that the last head waited to be named
     retry_next_after: float = 0.5
     retry_next_at_most: float = 5.0
+    ask_next_after: float = 0.02  # the same for a lock with several permits, and for a rate
+    after_start: float = 0.005  # over which heads spread their looks for the next start of a rate
     sweep_interval: float = 1.0  # between two checks for expired and revoked messages
     unsubscribe_after: float = 30.0  # that a resource without waiters keeps the subscription
     imminent: float = 1.0  # before its ETA no waiter is dispatched for what it may have missed
@@ -52,11 +56,16 @@ class WaitingTimes:
 
 
 class QueueKey(NamedTuple):
-    """A queue: the resource that messages wait for, and the limit of the lock refused."""
+    """A queue: what its messages wait for, and the limit of the lock refused, or the rate."""
 
-    resource: str
-    limit: int
-    task: str = ""  # the name of a task with a rate limit
+    name: str  # of `keys.name_of_lock` or `keys.name_of_rate`
+    limit: int | Rate
+    task: str = ""  # the name of a task with a rate limit of Celery
+
+    @classmethod
+    def of(cls, resource: str, limit: int, rate: str) -> QueueKey:
+        """Return the queue of a refusal. rate: as text; "" if the lock was refused."""
+        return cls(*awaited(resource, limit, rate))
 
 
 @dataclass(eq=False, slots=True)
@@ -129,7 +138,7 @@ class MessageQueues:
         """Queue a waiter; return the head that it displaced, if any."""
         self._by_request[waiter.request] = waiter
         self.waiting_for_release += waiter.waits_for_release
-        resource = waiter.queue.resource
+        resource = waiter.queue.name
         self._emptied_at.pop(resource, None)
         queue = self._queues.setdefault(resource, {}).setdefault(waiter.queue, MessageQueue())
         bisect.insort(queue.waiters, waiter)
@@ -148,7 +157,7 @@ class MessageQueues:
         """
         del self._by_request[waiter.request]
         self.waiting_for_release -= waiter.waits_for_release
-        resource = waiter.queue.resource
+        resource = waiter.queue.name
         queue = self._queues[resource][waiter.queue]
         place = bisect.bisect_left(queue.waiters, waiter)
         del queue.waiters[place]
@@ -172,15 +181,17 @@ class MessageQueues:
         """
         if not waiter.waits_for_release or (waiter.eta > now and not waiter.is_postponed):
             return None
-        queue, turn = self._queues[waiter.queue.resource][waiter.queue], math.inf
-        if queue.waiters[0] is waiter:
+        queue, turn = self._queues[waiter.queue.name][waiter.queue], math.inf
+        if queue.waiters[0] is waiter and waiter.queue.limit != 1:
+            turn = queue.head_left_at + self._times.ask_next_after
+        elif queue.waiters[0] is waiter:
             usual = min(2 * queue.interval, self._times.retry_next_at_most)
             turn = queue.head_left_at + max(self._times.retry_next_after, usual)
         return max(0.0, min(max(turn, waiter.eta), waiter.deadline) - now)
 
     def head(self, key: QueueKey) -> WaitingMessage | None:
         """Return the head of a queue; None if no message waits in it."""
-        queue = self._queues.get(key.resource, {}).get(key)
+        queue = self._queues.get(key.name, {}).get(key)
         return queue.waiters[0] if queue is not None and queue.waiters else None
 
     def last_of_longest(self) -> WaitingMessage | None:

@@ -21,7 +21,7 @@ import logging
 import math
 import random
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -32,7 +32,8 @@ from celery_redlock.errors import LockTaken, RedlockError
 from celery_redlock.label import label_of_run
 from celery_redlock.lock.client import Redlock
 from celery_redlock.lock.engine.inbox import Inbox
-from celery_redlock.lock.model.keys import votes_channel
+from celery_redlock.lock.model.keys import votes_channel, waiting_for
+from celery_redlock.lock.model.rate import Rate
 from celery_redlock.lock.platform.clock import Platform, SystemClock
 from celery_redlock.tasks.delivery.delivery import (
     CLOCKS_DIFFER,
@@ -59,7 +60,7 @@ from celery_redlock.tasks.waiting.successor import Successor
 logger = logging.getLogger(__name__)
 
 TIMES = WaitingTimes()
-NEVER_REFUSED = -math.inf, NEVER_DEFERRED
+NEVER_REFUSED = -math.inf, -math.inf, NEVER_DEFERRED
 
 
 class WaitingRoom(bootsteps.StartStopStep):
@@ -104,8 +105,9 @@ class WaitingRoom(bootsteps.StartStopStep):
     def _forget(self) -> None:
         self._successor.forget()
         self._quorum_history = QuorumHistory()
-        # the last refusal of each lock that was refused to a run of this worker, with its second
-        self._refusals: dict[QueueKey, tuple[float, Deferral]] = {}
+        # the last refusal of each lock or rate to a run of this worker: its monotonic second, and
+        # until when new messages take it for theirs
+        self._refusals: dict[QueueKey, tuple[float, float, Deferral]] = {}
         self._coming_back.clear()
         self._loop.clear()
 
@@ -127,6 +129,7 @@ class WaitingRoom(bootsteps.StartStopStep):
             end_sweeps()
         if self._is_stopping:
             requests = [*self._coming_back, *(waiter.request for waiter in self.waiting())]
+            requests += self._dispatcher.unaccepted()
             deferred = (one for one in requests if getattr(one, "is_deferred_here", False))
             all(request.publish_again() for request in deferred)
         self._forget()
@@ -193,8 +196,13 @@ class WaitingRoom(bootsteps.StartStopStep):
     def note_refusal(self, deferral: Deferral) -> None:
         """Remember for a moment that a run of this worker was refused a lock; in any thread."""
         if deferral.is_taken:
-            lock = QueueKey(deferral.resource, deferral.limit)
-            self._refusals[lock] = self._clock.now(), deferral
+            now, remembered = self._clock.now(), self._times.remember_refusal
+            if deferral.rate and deferral.expires_in is not None:
+                remembered = min(deferral.expires_in, self._times.longest_pause)
+            queue = QueueKey.of(deferral.resource, deferral.limit, deferral.rate)
+            self._refusals[queue] = now, now + remembered, deferral
+            if deferral.rate and deferral.expires_in is None:
+                self._successor.note_unclear(queue)
 
     def may_refuse(self, task_name: str) -> bool:
         """Return whether `refusal_of` may know of any refusal, or is to note a message."""
@@ -202,41 +210,44 @@ class WaitingRoom(bootsteps.StartStopStep):
         is_known = self._refusals or dispatcher.queues.waiting_for_release > 0
         return bool(is_known or dispatcher.has_slots or dispatcher.bucket_of(task_name) is not None)
 
-    def refusal_of(self, request: Any, limits: Mapping[str, int]) -> LockTaken | None:
+    def refusal_of(self, request: Any, asked: Sequence[QueueKey]) -> LockTaken | None:
         """Return the refusal that a new message may take for its own; None: it tries.
 
         That is if another message waits here for the same lock, runs here, or was refused just now.
         Of a task with a rate limit one message of each lock waits for its rate, and the others for
-        that one. limits: of the resources that it locks, in the order in which it does.
+        that one. asked: its locks and rates, in the order in which it asks for them.
         """
         dispatcher = self._dispatcher
-        queues = [self._queue_of(*one, request.name) for one in limits.items()]
+        queues = [self._queue_of(one, request.name) for one in asked]
         for queue in queues:
-            resource, limit, _ = queue
+            name, limit, _ = queue
+            resource, _ = waiting_for(name)
             with dispatcher.mutex:
                 waits = dispatcher.queues.head(queue) is not None or dispatcher.awaits_rate(queue)
-            run = dispatcher.run_of(resource) if limit == 1 else None
+            run = dispatcher.run_of(name) if limit == 1 else None
             if run is not None:
                 if run.id == request.id:
                     return None  # this message, delivered once more: DEFERRED would hide its run
                 holder = label_of_run(str(run.delivery.run_id), run.hostname)
                 return LockTaken(resource, holder, None)
             now = self._clock.now()
-            at, known = self._refusals.get(QueueKey(resource, limit), NEVER_REFUSED)
+            at, until, known = self._refusals.get(QueueKey(name, limit), NEVER_REFUSED)
             expires_in = known.expires_in
-            if now >= at + self._times.remember_refusal:  # by now another may hold it
+            if now >= until:  # by now another may hold it
                 if not waits:
                     continue
                 expires_in = None
             elif expires_in is not None:
                 expires_in = max(0.0, at + expires_in - now)
+            if isinstance(limit, Rate):
+                return LockTaken(resource, "", expires_in, rate=str(limit))
             return LockTaken(resource, known.holder, expires_in, limit=limit)
         dispatcher.note_leaving(request, queues)
         return None
 
-    def _queue_of(self, resource: str, limit: int, task_name: str) -> QueueKey:
+    def _queue_of(self, queue: QueueKey, task_name: str) -> QueueKey:
         has_rate = self._dispatcher.bucket_of(task_name) is not None
-        return QueueKey(resource, limit, task_name if has_rate else "")
+        return queue._replace(task=task_name) if has_rate else queue
 
     def _waiter_of(self, request: Any, deferral: Deferral) -> WaitingMessage:
         app, now = self._consumer.app, self._clock.now()
@@ -244,7 +255,8 @@ class WaitingRoom(bootsteps.StartStopStep):
         queue = QueueKey(WITHOUT_QUORUM, 1)
         if deferral.is_taken:
             resource = deferral.resource or deferral.resources[0]  # a sender may leave it out
-            queue = self._queue_of(resource, deferral.limit, request.name)
+            queue = QueueKey.of(resource, deferral.limit, deferral.rate)
+            queue = self._queue_of(queue, request.name)
         # a message whose run was refused has been unacknowledged since it came; random, as all at
         # once would be a herd
         received = min(now, properties.get(RECEIVED, now))
@@ -303,9 +315,9 @@ class WaitingRoom(bootsteps.StartStopStep):
         if self.inbox is not None:
             self.inbox.listen()  # a subscriber that ended just as its channel was wanted again
         self._dispatcher.sweep()
-        old = self._clock.now() - self._times.remember_refusal
-        for queue, (at, _) in list(self._refusals.items()):  # another thread may add one
-            if at < old and self._dispatcher.queues.head(queue) is None:
+        now = self._clock.now()
+        for queue, (_, until, _) in list(self._refusals.items()):  # another thread may add one
+            if until < now and self._dispatcher.queues.head(queue) is None:
                 self._refusals.pop(queue, None)
         self._successor.look_again_if_due()
 
@@ -363,7 +375,8 @@ def admit_received(sender: Any = None, request: Any = None, **_: Any) -> None:
             # be refused again
             left = deferral.countdown
         # whatever the clock of its sender says. celery.worker.strategy reads this after the signal
-        request._eta = utc_now() + timedelta(seconds=max(0.0, left))
+        left = min(max(0.0, left), settings_of(sender.app).countdown_cap)
+        request._eta = utc_now() + timedelta(seconds=left)
         # one that is due is run by Celery now; from here it would run once more
         if deferral.resources and not came_back and request.eta > utc_now():
             room.admit(request, deferral)

@@ -21,6 +21,7 @@ from typing import Any
 from celery_redlock.lock.engine.inbox import Inbox
 from celery_redlock.lock.model.handoff import (
     FALLBACK,
+    LONGEST_UNCLEAR,
     LOOK,
     TURN,
     AskAgain,
@@ -28,13 +29,21 @@ from celery_redlock.lock.model.handoff import (
     Step,
     WaitFree,
     next_move,
+    unclear_pause,
 )
+from celery_redlock.lock.model.keys import waiting_for
+from celery_redlock.lock.model.rate import Rate
 from celery_redlock.lock.platform.clock import Clock
 from celery_redlock.signals import HANDOFF_STEPS, LockHandedOffEvent, lock_handed_off
 from celery_redlock.tasks.delivery.delivery import NAMED_AT, utc_now
 from celery_redlock.tasks.waiting.dispatch import Dispatcher
 from celery_redlock.tasks.waiting.loop import EventLoop
-from celery_redlock.tasks.waiting.queues import WITHOUT_QUORUM, WaitingMessage, WaitingTimes
+from celery_redlock.tasks.waiting.queues import (
+    WITHOUT_QUORUM,
+    QueueKey,
+    WaitingMessage,
+    WaitingTimes,
+)
 
 NAMED_AT_MOST = 3  # workers, by one release: as in lua/announce.lua
 
@@ -53,6 +62,8 @@ class Successor:
         # by resource: when its turn comes, in monotonic seconds, the step, and the timer's entry
         self._turns: dict[str, tuple[float, Step, Any]] = {}
         self._refreshed_at = self._looked_at = self._clock.now()
+        # by rate: until when, in monotonic seconds, its heads do not try, and for how long that is
+        self._unclear: dict[QueueKey, tuple[float, float]] = {}
         self._opened_at = -math.inf  # when the inbox opened on a node, and all heads asked
         self.dispatcher = Dispatcher(consumer, loop, self._clock, times, self.on_head, self.on_due)
 
@@ -62,7 +73,16 @@ class Successor:
             self.inbox.leave()
         for resource in list(self._turns):
             self._cancel_turn(resource)
+        self._unclear.clear()
         self.dispatcher.forget()
+
+    def note_unclear(self, queue: QueueKey) -> None:
+        """Let the heads of a rate wait a while, in any thread: no quorum shares a free permit."""
+        now = self._clock.now()
+        until, pause = self._unclear.get(queue, (-math.inf, 0.0))
+        if now >= until:
+            pause = unclear_pause(pause if now < until + LONGEST_UNCLEAR else 0.0)
+            self._unclear[queue] = now + pause, pause
 
     # as a `Line`, in any thread
 
@@ -146,7 +166,7 @@ class Successor:
             self._dispatch(head, step)
             return
         report = functools.partial(self._loop.call_soon, self._on_place, head, step)
-        self.inbox.ask(head.queue.resource, head.queue.limit, step.passed, report)
+        self.inbox.ask(head.queue.name, head.queue.limit, step.passed, report)
 
     def _on_place(self, asker: WaitingMessage, step: Step, place: Place | None) -> None:
         """Dispatch a head if its lock is free and it is its turn, else let it wait on."""
@@ -162,17 +182,33 @@ class Successor:
             return
         move = next_move(place, step)
         if isinstance(move, AskAgain):
-            self._ask_after(move.seconds, head.queue.resource, move.step)
+            self._ask_after(move.seconds, head.queue.name, move.step)
         elif isinstance(move, WaitFree):
             # a head that is far from its turn needs no look at its ETA, which is soon
-            is_far = place.rank >= NAMED_AT_MOST
+            is_far = place.rank >= NAMED_AT_MOST or isinstance(head.queue.limit, Rate)
             if head.waits_for_release and (is_over or is_far):  # else it tries at its ETA
                 self._wait_on(head, place)
-        else:
-            self._dispatch(head, step)
+        elif head.queue.limit == 1 or not self._holds_back(head, place):
+            self._dispatch(head, step, more=place.free - place.rank > 1)
+
+    def _holds_back(self, head: WaitingMessage, place: Place) -> bool:
+        """Let a head wait on that would wait in the pool; return whether it does.
+
+        The permits that are free are for those before it, and for what the pool has not begun.
+        """
+        unbegun = self.dispatcher.unbegun(head.queue)
+        if not unbegun or unbegun + place.rank < place.free:
+            return False
+        if head.waits_for_release:  # else it tries at its ETA
+            self.dispatcher.postpone(head, self._times.ask_next_after)
+        return True
 
     def _wait_on(self, head: WaitingMessage, place: Place) -> None:
         """Let a head wait until the holder's lease ends, or for its next look."""
+        if isinstance(head.queue.limit, Rate):  # a start that is given back is announced
+            spread = random.uniform(0.0, self._times.after_start)  # noqa: S311
+            self.dispatcher.postpone(head, min(place.free_in + spread, self._times.longest_pause))
+            return
         # the more workers are before it, the longer: they look as well
         pause = min(head.pause * (1 + place.rank // NAMED_AT_MOST), self._times.longest_pause)
         pause *= random.uniform(0.5, 1.0)  # noqa: S311
@@ -180,7 +216,12 @@ class Successor:
         head.pause = min(2 * head.pause, self._times.longest_pause)
         self.dispatcher.postpone(head, min(pause, after_lease))
 
-    def _dispatch(self, head: WaitingMessage, step: Step) -> None:
+    def _dispatch(self, head: WaitingMessage, step: Step, *, more: bool = False) -> None:
+        """Dispatch a head. more: more permits are free than those before it take, and it."""
+        unclear, _ = self._unclear.get(head.queue._replace(task=""), (-math.inf, 0.0))
+        if head.waits_for_release and unclear > self._clock.now():
+            self.dispatcher.postpone(head, unclear - self._clock.now())
+            return
         if self.dispatcher.holds_back(head, is_named=step.named_at is not None):
             return
         if step.named_at is not None:
@@ -188,20 +229,21 @@ class Successor:
             head.request.request_dict["properties"][NAMED_AT] = released_at
         if step.why:
             self._tell(head, step.why)
-        resource, id_ = head.queue.resource, str(head.request.id)
+        (name, limit, _), id_ = head.queue, str(head.request.id)
         unless = "" if self.dispatcher.has_succeeded(id_) else id_  # "": that was an earlier one
         self.dispatcher.dispatch(head, is_named=step.named_at is not None)
-        if resource == WITHOUT_QUORUM:
+        if name == WITHOUT_QUORUM:
             return
         # it may be refused another lock before, and then no release of this one follows
-        heads = self.dispatcher.heads_to_run(resource)
-        if any(each.queue.limit > 1 for each in heads):
+        heads, after = self.dispatcher.heads_to_run(name), self._times.retry_next_after
+        if limit != 1 or any(each.queue.limit != 1 for each in heads):
             unless = ""  # a release hands on one message, but more permits may be free
+            after = 0.0 if more else self._times.ask_next_after
         if heads and not self.dispatcher.has_succeeded(unless):
-            self._ask_after(self._times.retry_next_after, resource, Step(FALLBACK, unless=unless))
+            self._ask_after(after, name, Step(FALLBACK, unless=unless))
 
     def _tell(self, head: WaitingMessage, step: str) -> None:
-        event = LockHandedOffEvent(head.queue.resource, step)
+        event = LockHandedOffEvent(waiting_for(head.queue.name)[0], step)
         lock_handed_off.send(getattr(head.request, "task", None), event=event)
 
     # the registrations
@@ -222,11 +264,17 @@ class Successor:
         was_blocked = now - self._looked_at > 2 * self._times.sweep_interval
         self._looked_at = now
         if was_blocked or now - self._refreshed_at > self._times.refresh_after:
-            self.look_again(FALLBACK)
+            self.look_again(FALLBACK, of_rates=was_blocked)
 
-    def look_again(self, why: str = LOOK) -> None:
-        """Register and ask for each head; why: of those that are dispatched then."""
+    def look_again(self, why: str = LOOK, *, of_rates: bool = True) -> None:
+        """Register and ask for each head; why: of those that are dispatched then.
+
+        of_rates: also for those that wait for a start past their countdowns: each of them looks
+        often enough by itself.
+        """
         self._refreshed_at = self._clock.now()
-        for resource in self.resources():
-            for head in self.dispatcher.heads_to_run(resource):
-                self.ask(head, Step(why))
+        for name in self.resources():
+            for head in self.dispatcher.heads_to_run(name):
+                looks = head.waits_for_release and isinstance(head.queue.limit, Rate)
+                if of_rates or not looks:
+                    self.ask(head, Step(why))

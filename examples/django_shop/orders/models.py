@@ -11,7 +11,10 @@ class Stock(models.Model):
 
 
 class Order(models.Model):
-    """An order for some pieces. state: "new", "taken" or "sold out"."""
+    """An order for some pieces.
+
+    state: "new", "taken", "shipped" or "sold out".
+    """
 
     sku = models.CharField(max_length=40)
     pieces = models.PositiveIntegerField()

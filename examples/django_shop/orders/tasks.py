@@ -1,18 +1,11 @@
 """The tasks of the app."""
 
 from celery import shared_task
-from celery.contrib.django.task import DjangoTask
-from celery_redlock import LockedTask
+from celery_redlock.django import LockedDjangoTask
 from django.db import transaction
 
 from orders import warehouse
 from orders.models import Order, Stock
-
-
-class LockedDjangoTask(LockedTask, DjangoTask):
-    """A task with a lock, and with Celery's `delay_on_commit`."""
-
-    abstract = True
 
 
 @shared_task(base=LockedDjangoTask, lock_key="stock:{sku}")
@@ -33,5 +26,21 @@ def take(sku: str, order_id: int) -> str:
         stock.pieces -= order.pieces
         stock.save()
         order.state = "taken"
+        order.save()
+    return order.state
+
+
+@shared_task(
+    base=LockedDjangoTask,
+    lock_key="order:{order_id}",
+    lock_unique_for=600,
+    lock_on_duplicate="fail",
+)
+def ship(order_id: int) -> str:
+    """Ship an order. A second call is refused until the first has run."""
+    order = Order.objects.get(id=order_id)
+    if order.state == "taken":
+        warehouse.ship(order.id)
+        order.state = "shipped"
         order.save()
     return order.state

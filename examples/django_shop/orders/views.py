@@ -1,11 +1,12 @@
 """The views of the app."""
 
+from celery_redlock import DuplicateTask
 from django.db import transaction
 from django.http import HttpRequest, JsonResponse
 from django.views.decorators.http import require_POST
 
 from orders.models import Order
-from orders.tasks import take
+from orders.tasks import ship, take
 
 
 @require_POST
@@ -16,3 +17,16 @@ def place_order(request: HttpRequest, sku: str) -> JsonResponse:
         order = Order.objects.create(sku=sku, pieces=pieces)
         take.delay_on_commit(sku, order.id)
     return JsonResponse({"order": order.id}, status=202)
+
+
+# This view writes nothing, so it needs no transaction and no commit.
+@transaction.non_atomic_requests
+@require_POST
+def ship_order(request: HttpRequest, order_id: int) -> JsonResponse:
+    """Send the task of an order; a second click is answered by 409."""
+    try:
+        task = ship.apply_async((order_id,))
+    except DuplicateTask:
+        answer = {"error": "The order is being shipped."}
+        return JsonResponse(answer, status=409)
+    return JsonResponse({"task": task.id}, status=202)

@@ -6,3 +6,8 @@ import time
 def pick(order_id: int) -> None:
     """Ask the warehouse to pick the pieces of an order, once."""
     time.sleep(10)
+
+
+def ship(order_id: int) -> None:
+    """Ask the warehouse to ship an order."""
+    time.sleep(10)

@@ -2,6 +2,9 @@
 
 from django.urls import path
 
-from orders.views import place_order
+from orders.views import place_order, ship_order
 
-urlpatterns = [path("orders/<str:sku>/", place_order)]
+urlpatterns = [
+    path("orders/<str:sku>/", place_order),
+    path("orders/<int:order_id>/ship/", ship_order),
+]

@@ -4,7 +4,7 @@
 - `tasks`: the workers' app, whose bodies end as they are told
 - `watch`: looks at the nodes, the bodies' lines and their processes all the time
 - `stage`: one pool on one broker: its workers, the messages they get, what comes of them
-- `page`: the tables as `docs/explanation/crashes-and-shutdown.md` shows them
+- `page`: the tables as `docs/reference/how-runs-end.md` shows them
 
 `tests/integration/test_matrix.py` measures it. `python -m tests.integration.matrix --page` writes
 the page.

@@ -1,7 +1,7 @@
 """Every end that a run can have, and what must be true after it.
 
 One table, which the matrix measures, its tests check and the page
-`docs/explanation/crashes-and-shutdown.md` shows.
+`docs/reference/how-runs-end.md` shows.
 States are those that Celery leaves, right or not; whose lock is free, when and by whom is ours.
 """
 

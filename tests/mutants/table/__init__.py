@@ -1,7 +1,10 @@
 """The mutants. A fault of these that was found once, or that nothing caught once, has its row here.
 
 - `lock`: the lock itself: votes, leases, nodes, and the scripts that run on them
+- `rates`: which permit of a rate is free, and when a body may begin
 - `handoff`: who waits is known on the nodes, and a release names who is next
+- `beat`: a beat that holds a lock
+- `hold`: an operator's hold
 - `unique`: the windows of sends that are unique, and what replaces a message
 
 Faults of the rest are for tests of behaviour alone, and faults of the whole for the simulator's
@@ -10,6 +13,9 @@ mutants, in tests/simulation/mutants.py.
 
 from __future__ import annotations
 
-from tests.mutants.table import handoff, lock, unique
+from tests.mutants.table import beat, handoff, hold, lock, rates, unique
 
-MUTANTS = (*lock.MUTANTS, *handoff.MUTANTS, *unique.MUTANTS)
+MUTANTS = (
+    *lock.MUTANTS, *rates.MUTANTS, *handoff.MUTANTS, *unique.MUTANTS, *beat.MUTANTS,
+    *hold.MUTANTS,
+)  # fmt: skip

@@ -35,7 +35,7 @@ MUTANTS = (
            "reverse=True)[quorum - 1]", "reverse=True)[0]"),
     Mutant("who was struck out though it lives is registered late",
            "lock.retry:Attempts._act", "simulation/test_hand_off.py::struck_out",
-           "callers.inbox.changed(caller.resource, anew=True)", "pass"),
+           "callers.inbox.changed(caller.name, anew=True)", "pass"),
     Mutant("a registration that came late stays for as long as its process waits for anything",
            "lock.engine.inbox:Inbox.on_message", "simulation/test_hand_off.py::after_its_removal",
            "self._strike(named.resource, node)", "pass"),

@@ -13,7 +13,7 @@ import hiredis
 
 from celery_redlock import NodeError
 from celery_redlock.lock.platform.clock import Platform, SystemClock
-from celery_redlock.lock.transport.address import Address
+from celery_redlock.lock.transport.address import RedisAddress
 from celery_redlock.lock.transport.command import Command, encode_command
 from celery_redlock.lock.transport.connection import Peer
 from celery_redlock.lock.transport.node import Gate, Node
@@ -66,13 +66,13 @@ def ends() -> tuple[Dialled, ServerEnd]:
 
 
 @dataclass(frozen=True)
-class PairAddress(Address):
+class PairAddress(RedisAddress):
     """An address whose connections are socket pairs. servers: the other end of each, in order."""
 
     pool: Any = None
     servers: list[ServerEnd] = field(default_factory=list)
 
-    def dial(self, timeout: float, sentinel_timeout: float | None = None) -> Dialled:
+    def dial(self, timeout: float, node_timeout: float | None = None) -> Dialled:
         dialled, server = ends()
         self.servers.append(server)
         return dialled

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from celery_redlock.lock.transport.command import Command, encode_command
-from celery_redlock.lock.transport.connection import POISONED, Connection, Peer
+from celery_redlock.lock.transport.connection import POISONED, Peer, RedisConnection
 from tests.unit.transport.ends import Kept, ServerEnd, echo, ends
 
 MUCH = "x" * 4_000_000  # more than two ends of a socket pair take
@@ -21,9 +21,9 @@ class Interrupt(BaseException):
 
 
 @pytest.fixture
-def pair() -> Iterator[tuple[Connection, ServerEnd]]:
+def pair() -> Iterator[tuple[RedisConnection, ServerEnd]]:
     dialled, server = ends()
-    connection = Connection(dialled, Peer("run", encode_suffix()))
+    connection = RedisConnection(dialled, Peer("run", encode_suffix()))
     yield connection, server
     connection.close(reset=True)
     server.socket.close()
@@ -33,17 +33,17 @@ def encode_suffix() -> bytes:
     return b"$6\r\nsuffix\r\n"
 
 
-def write(connection: Connection, *commands: Command, keeps_gil: bool = True) -> None:
+def write(connection: RedisConnection, *commands: Command, keeps_gil: bool = True) -> None:
     connection.write([(command, 0.0, command.request) for command in commands], keeps_gil=keeps_gil)
 
 
-def replies(connection: Connection) -> list[Any]:
+def replies(connection: RedisConnection) -> list[Any]:
     return [reply for _, reply in connection.replies]
 
 
 @pytest.mark.parametrize("keeps_gil", [True, False])
 def test_a_reply_that_comes_byte_by_byte_is_one_reply(
-    pair: tuple[Connection, ServerEnd], keeps_gil: bool
+    pair: tuple[RedisConnection, ServerEnd], keeps_gil: bool
 ) -> None:
     connection, server = pair
     write(connection, echo("a", Kept()), echo("b", Kept()), keeps_gil=keeps_gil)
@@ -59,7 +59,7 @@ def test_a_reply_that_comes_byte_by_byte_is_one_reply(
 
 
 def test_replies_that_come_at_once_go_to_their_commands_in_order(
-    pair: tuple[Connection, ServerEnd],
+    pair: tuple[RedisConnection, ServerEnd],
 ) -> None:
     connection, server = pair
     commands = [echo(str(number), Kept()) for number in range(3)]
@@ -73,7 +73,7 @@ def test_replies_that_come_at_once_go_to_their_commands_in_order(
 
 @pytest.mark.parametrize("keeps_gil", [True, False])
 def test_what_the_socket_does_not_take_is_written_later_and_first(
-    pair: tuple[Connection, ServerEnd], keeps_gil: bool
+    pair: tuple[RedisConnection, ServerEnd], keeps_gil: bool
 ) -> None:
     connection, server = pair
     write(connection, echo(MUCH, Kept()), keeps_gil=keeps_gil)
@@ -90,7 +90,7 @@ def test_what_the_socket_does_not_take_is_written_later_and_first(
 
 
 def test_only_commands_that_are_flagged_end_with_the_suffix(
-    pair: tuple[Connection, ServerEnd],
+    pair: tuple[RedisConnection, ServerEnd],
 ) -> None:
     connection, server = pair
     head = b"*3\r\n" + encode_command("ECHO", "a").partition(b"\r\n")[2]
@@ -117,7 +117,7 @@ class Interrupted(Command):
 
 
 def test_an_exception_in_the_middle_of_a_write_poisons_the_connection(
-    pair: tuple[Connection, ServerEnd],
+    pair: tuple[RedisConnection, ServerEnd],
 ) -> None:
     connection, server = pair
     struck = Interrupted(encode_command("ECHO", "a"), Kept())
@@ -134,7 +134,7 @@ def test_an_exception_in_the_middle_of_a_write_poisons_the_connection(
 
 
 def test_an_exception_in_the_middle_of_a_read_poisons_the_connection(
-    pair: tuple[Connection, ServerEnd],
+    pair: tuple[RedisConnection, ServerEnd],
 ) -> None:
     class Interrupting(deque[Any]):
         def popleft(self) -> Any:
@@ -154,17 +154,19 @@ def test_an_exception_in_the_middle_of_a_read_poisons_the_connection(
 
 
 def test_a_reply_that_nobody_asked_for_ends_the_connection(
-    pair: tuple[Connection, ServerEnd],
+    pair: tuple[RedisConnection, ServerEnd],
 ) -> None:
     connection, server = pair
     write(connection, echo("a", Kept()))
     server.say(b":1\r\n:2\r\n")
-    with pytest.raises(OSError, match="nobody asked for"):
+    with pytest.raises(OSError, match="an unexpected answer"):
         connection.read()
     assert replies(connection) == [1]
 
 
-def test_what_is_no_reply_at_all_ends_the_connection(pair: tuple[Connection, ServerEnd]) -> None:
+def test_what_is_no_reply_at_all_ends_the_connection(
+    pair: tuple[RedisConnection, ServerEnd],
+) -> None:
     connection, server = pair
     write(connection, echo("a", Kept()))
     server.say(b"HTTP/1.1 400 Bad Request\r\n\r\n")
@@ -174,7 +176,7 @@ def test_what_is_no_reply_at_all_ends_the_connection(pair: tuple[Connection, Ser
 
 
 def test_the_end_of_the_stream_is_told_from_nothing_to_read(
-    pair: tuple[Connection, ServerEnd],
+    pair: tuple[RedisConnection, ServerEnd],
 ) -> None:
     connection, server = pair
     connection.read()  # nothing has come

@@ -115,7 +115,7 @@ class TestErrors:
 
     @pytest.mark.parametrize(
         ("said", "cause"),
-        [(b"HTTP/1.1 400\r\n", "not a Redis server"), (b":1\r\n:2\r\n", "nobody asked for")],
+        [(b"HTTP/1.1 400\r\n", "not a Redis server"), (b":1\r\n:2\r\n", "an unexpected answer")],
     )
     def test_a_connection_that_says_nonsense_is_given_up(
         self, node: Pairs, said: bytes, cause: str

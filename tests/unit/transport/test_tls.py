@@ -13,7 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from celery_redlock.lock.transport.connection import Connection, Peer, UnyieldingTlsSocket, receive
+from celery_redlock.lock.transport.connection import (
+    Peer,
+    RedisConnection,
+    UnyieldingTlsSocket,
+    receive,
+)
 from tests.conftest import eventually
 from tests.unit.transport.ends import Dialled, Kept, ServerEnd, echo
 
@@ -57,7 +62,7 @@ def test_replies_of_several_records_come_whole(
     tls_pair: tuple[ssl.SSLSocket, ServerEnd], keeps_gil: bool
 ) -> None:
     client, server = tls_pair
-    connection = Connection(Dialled(client), Peer())
+    connection = RedisConnection(Dialled(client), Peer())
     assert connection.is_tls
     command = echo("a", Kept())
     connection.write([(command, 0.0, command.request)], keeps_gil=keeps_gil)

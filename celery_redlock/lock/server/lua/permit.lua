@@ -1,6 +1,7 @@
 -- Grant one permit of a lock: the one that has our value already (a request sent twice), or a free
 -- one. If one permit is asked for, the others lose our value. A request for any deletes nothing: it
--- may be late, and what it would delete may be the permit that we hold by now.
+-- may be late, and what it would delete may be the permit that we hold by now. While another client
+-- has a permit as an operator's hold, whose value begins with "!", nobody else gets one.
 -- KEYS  1 the key of permit 0, from which the others have their names   2 the node's run id
 --       3 exists during the node's grace period
 --       4 the run's completion marker; absent if it is not read
@@ -20,9 +21,14 @@ local asked = tonumber(ARGV[5])
 note_server(KEYS[2], KEYS[3], ARGV[6], ARGV[7])
 local done = KEYS[4] and ended_for(KEYS[4]) or nil  -- a Lua list ends before a nil
 
-local values, view, ours = redis.call('MGET', unpack(names)), {}, nil
+local values, view, ours, hold = redis.call('MGET', unpack(names)), {}, nil, nil
+local mark = string.byte('!')
+local yields = string.byte(value) ~= mark  -- a hold takes its permits beside other holds
 for i, current in ipairs(values) do
   view[i] = current and current ~= value and '1' or '0'
+  if yields and current and string.byte(current) == mark then
+    hold = hold or i - 1
+  end
   if current == value and (not asked or asked == i - 1) then
     ours = ours or i - 1
   elseif current == value then
@@ -35,6 +41,9 @@ if ours then
 end
 
 local first, last = asked or 0, asked or #names - 1
+if hold then
+  first, last, view = hold, hold, {string.rep('1', #names)}
+end
 local free
 for step = 0, last - first do
   local permit = asked or (ARGV[4] + step) % #names

@@ -1,0 +1,39 @@
+"""The locked task of Django projects: it can be sent once the transaction is committed.
+
+Django is imported here alone. Not here: what a send does (`tasks/task.py`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from celery_redlock.tasks.task import LockedTask
+
+try:
+    from celery.contrib.django.task import DjangoTask
+except ImportError as error:
+    text = "celery_redlock.django needs Django, and Celery 5.4 or newer: pip install django"
+    raise ImportError(f"{text} ({error})") from error
+
+__all__ = ["LockedDjangoTask"]
+
+
+class LockedDjangoTask(LockedTask, DjangoTask):
+    """A locked task with Celery's `delay_on_commit` and `apply_async_on_commit` for Django.
+
+    `@shared_task(base=LockedDjangoTask, lock_key="stock:{sku}")`. Both send at the end of the
+    database transaction, and not at all if it is rolled back. A deduplicated send is compared with
+    earlier ones at that time, too, and makes its claim then. Outside of a transaction they send at
+    once. They return None.
+    """
+
+    abstract = True
+
+    def apply_async_on_commit(self, *args: Any, **options: Any) -> None:
+        """Call `apply_async` once the transaction is committed.
+
+        A wrong option in `lock={...}` raises SettingsError here, before the commit.
+        """
+        if "lock" in options:
+            self.lock_options(lock=options["lock"])
+        super().apply_async_on_commit(*args, **options)

@@ -1,0 +1,130 @@
+"""Confirms a lock inside a transaction of the body: see `Lock.confirm_in`.
+
+The rows of the lock are locked FOR KEY SHARE until that transaction ends. A renewal passes, because
+it changes no key. A takeover needs the whole row, so it is refused (`take_over` in `schema.sql`).
+The connection is the body's own, of any driver: what it is follows from its attributes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import inspect
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from celery_redlock.errors import LockLost, RedlockError, SettingsError
+from celery_redlock.lock.transport.command import encoded
+
+# Not `expires_at`: an old snapshot shows the old one of a lock that is renewed. A row that is there
+# and has our value is ours. The words are in hex, so that no driver's style of parameters matters.
+_CONFIRM = "SELECT 1 FROM redlock.key WHERE (id, value) IN ({}) FOR KEY SHARE"
+# A row lock needs a transaction id. With autocommit it has ended with the statement before.
+_IS_OPEN = "SELECT 1 WHERE pg_current_xact_id_if_assigned() IS NOT NULL"
+_NO_SCHEMA = ("3F000", "42P01")
+_NOT_SEEN = (
+    "the transaction does not see its row: another holder has it, the snapshot is older than the "
+    "lock, or this is another database"
+)
+
+
+def confirm(resource: str, keys: Sequence[tuple[str, str]], cursor: Any) -> None:
+    """Confirm each key, with its lock value. resource: for the error. Raises as `Lock.confirm_in`.
+
+    cursor: what the body writes with.
+    """
+    connection = _connection_of(cursor, "confirm_in", awaited=False)
+    with _explained():
+        _check_rows(resource, keys, _count(connection, _confirmation(keys)))
+        _check_open(_count(connection, _IS_OPEN))
+
+
+async def confirm_async(resource: str, keys: Sequence[tuple[str, str]], cursor: Any) -> None:
+    """Confirm as `confirm` does, by a connection whose methods are awaited."""
+    connection = _connection_of(cursor, "confirm_in_async", awaited=True)
+    with _explained():
+        _check_rows(resource, keys, await _count_async(connection, _confirmation(keys)))
+        _check_open(await _count_async(connection, _IS_OPEN))
+
+
+def _connection_of(cursor: Any, method: str, *, awaited: bool) -> Any:
+    """Return the connection, or the session, of a cursor. Raises SettingsError for another kind."""
+    hint = (
+        "must be a cursor or a connection to PostgreSQL, of psycopg, psycopg2, SQLAlchemy, Django"
+    )
+    found = cursor
+    if hasattr(cursor, "get_bind"):  # SQLAlchemy's session
+        step, is_known = cursor.connection, cursor.get_bind().dialect.name == "postgresql"
+    elif hasattr(cursor, "exec_driver_sql"):  # SQLAlchemy's connection
+        step, is_known = cursor.exec_driver_sql, cursor.dialect.name == "postgresql"
+    else:  # a new cursor of it has no rows that the body still reads, and no name on the server
+        found = getattr(cursor, "connection", cursor)
+        is_known = hasattr(found, "pgconn") or hasattr(found, "get_transaction_status")
+        step = getattr(found, "commit", None)
+    if is_known and inspect.iscoroutinefunction(step) is not awaited:
+        is_known, hint = False, f"give it to {'confirm_in' if awaited else 'confirm_in_async'}"
+    if not is_known:
+        kind = type(cursor)
+        name = f"a {kind.__module__}.{kind.__qualname__}"
+        raise SettingsError(f"Lock.{method}", "cursor", name, hint)
+    return found
+
+
+def _count(connection: Any, sql: str) -> int:
+    """Run a statement; return the number of its rows."""
+    if hasattr(connection, "get_bind"):
+        connection = connection.connection()
+    if hasattr(connection, "exec_driver_sql"):
+        return len(connection.exec_driver_sql(sql).fetchall())
+    with connection.cursor(**_options_of(connection)) as own:
+        own.execute(sql)
+        return len(own.fetchall())
+
+
+async def _count_async(connection: Any, sql: str) -> int:
+    if hasattr(connection, "get_bind"):
+        connection = await connection.connection()
+    if hasattr(connection, "exec_driver_sql"):
+        return len((await connection.exec_driver_sql(sql)).fetchall())
+    async with connection.cursor(**_options_of(connection)) as own:
+        await own.execute(sql)
+        return len(await own.fetchall())
+
+
+def _options_of(connection: Any) -> dict[str, Any]:
+    """Return options of a new cursor: psycopg 3 may make rows that want other columns."""
+    return {"row_factory": lambda _: tuple} if hasattr(connection, "pgconn") else {}
+
+
+def _confirmation(keys: Sequence[tuple[str, str]]) -> str:
+    pairs = [(hashlib.sha256(encoded(name)).digest(), encoded(value)) for name, value in keys]
+    rows = [f"(decode('{i.hex()}', 'hex'), decode('{value.hex()}', 'hex'))" for i, value in pairs]
+    return _CONFIRM.format(", ".join(rows))
+
+
+def _check_rows(resource: str, keys: Sequence[tuple[str, str]], found: int) -> None:
+    if found < len(set(keys)):
+        raise LockLost(resource, _NOT_SEEN)
+
+
+def _check_open(found: int) -> None:
+    if not found:
+        raise RedlockError(
+            "confirm_in needs a transaction, and this connection commits each statement by itself "
+            "(autocommit): begin one, confirm, write, and commit"
+        )
+
+
+@contextlib.contextmanager
+def _explained() -> Iterator[None]:
+    """Say what is wrong if the database has no schema of ours. SQLAlchemy and Django wrap it."""
+    try:
+        yield
+    except Exception as error:
+        for one in (error, getattr(error, "orig", None), error.__cause__):
+            if {getattr(one, "sqlstate", ""), getattr(one, "pgcode", "")} & set(_NO_SCHEMA):
+                raise RedlockError(
+                    "confirm_in needs the lock in the database that the body writes: this "
+                    "database has no schema redlock"
+                ) from error
+        raise

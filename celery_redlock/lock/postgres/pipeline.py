@@ -1,0 +1,153 @@
+"""Words of Redis to calls of the functions in `schema.sql`, and results to replies, by libpq.
+
+In pipeline mode each call is its own transaction, which commits at its sync. So a reply counts only
+once the sync has come without an error. Source: "Pipeline Mode" in the manual of libpq.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import hiredis
+import psycopg
+from psycopg import pq
+
+from celery_redlock.lock.postgres.errors import (
+    NOT_REPLICATED,
+    error_of,
+    is_not_replicated,
+    words_of,
+)
+from celery_redlock.lock.server.requests import SCRIPTS
+from celery_redlock.lock.transport.connection import ENDED
+
+# Of the transaction alone, as the connection may be a pooler's. Without the path, a role that may
+# create an operator in a schema of the user's path could change what the functions do.
+_SETTINGS = (
+    b"SELECT pg_catalog.set_config('search_path','pg_catalog',true),"
+    b"pg_catalog.set_config('lock_timeout',$1,true),"
+)
+_CALLS = {
+    word: _SETTINGS + b'redlock."%b"($2,$3)' % script.name.encode()
+    for script in SCRIPTS
+    for word in (script.digest, script.source)
+}
+_COMMAND = _SETTINGS + b"redlock.command($2)"
+_BYTEA, _BYTEA_ARRAY, _TEXT = 17, 1001, 25  # Source: pg_type.dat of PostgreSQL
+_ISOLATE = b"SET transaction_isolation TO 'read committed'"  # of the transaction up to the sync
+
+
+def encoded_array(words: Sequence[bytes]) -> bytes:
+    """Return words as a bytea[] in PostgreSQL's binary format."""
+    size = struct.Struct("!i").pack
+    head = struct.pack("!iiiii", bool(words), 0, _BYTEA, len(words), 1)
+    if not words:
+        head = struct.pack("!iii", 0, 0, _BYTEA)
+    return head + b"".join([part for word in words for part in (size(len(word)), word)])
+
+
+class Pipeline:
+    """Calls in flight on one libpq connection, and their replies, in order. Never waits.
+
+    lock_timeout: ms for which a call waits for a row or a turn; then its reply is an error. After
+    an OSError the connection is at its end.
+    """
+
+    def __init__(self, connection: pq.abc.PGconn, lock_timeout: float) -> None:
+        self.connection = connection
+        self._lock_timeout = b"%d" % max(1, lock_timeout)
+        self._isolates = False  # whether each call sets its isolation level: see `isolate_each`
+        self._requests, self._parser = hiredis.Reader(), hiredis.Reader()
+        self._reply: Any = None  # of the call whose sync is still to come
+        self._error = ""
+        self._outstanding = 0
+        self.replies: deque[Any] = deque()
+        connection.nonblocking = 1
+        connection.notice_handler = self._on_notice
+        connection.enter_pipeline_mode()
+
+    def isolate_each(self) -> None:
+        """Begin each call in READ COMMITTED from now on: the default of the server is another."""
+        self._isolates = True
+
+    def send(self, request: bytes) -> None:
+        """Queue requests in RESP. `flush` writes them."""
+        self._requests.feed(request)
+        while (words := self._requests.gets()) is not False:
+            self._call(words)
+
+    def _call(self, words: Sequence[bytes]) -> None:
+        statement, values = _COMMAND, [encoded_array(words)]
+        if words[0] in (b"EVALSHA", b"EVAL") and words[1] in _CALLS:
+            statement, keys = _CALLS[words[1]], 3 + int(words[2])
+            values = [encoded_array(words[3:keys]), encoded_array(words[keys:])]
+        elif words[0] == b"SCRIPT":
+            statement, values = _COMMAND, [encoded_array([b"PING"])]  # the functions are there
+        kinds, formats = [_TEXT, *[_BYTEA_ARRAY] * len(values)], [0, *[1] * len(values)]
+        connection, values = self.connection, [self._lock_timeout, *values]
+        try:
+            if self._isolates:
+                connection.send_query_params(_ISOLATE, None)
+            connection.send_query_params(statement, values, kinds, formats, 1)
+            connection.pipeline_sync()
+        except psycopg.Error as error:
+            raise OSError(words_of(str(error))) from None
+        self._outstanding += 1
+
+    def flush(self) -> bool:
+        """Write what the socket takes; return whether that is all."""
+        try:
+            return self.connection.flush() == 0
+        except psycopg.Error as error:
+            raise OSError(words_of(str(error))) from None
+
+    def fileno(self) -> int:
+        """Return the descriptor of its socket, for a poll; -1 if the connection is closed."""
+        try:
+            return self.connection.socket
+        except psycopg.Error:
+            return -1
+
+    def close(self) -> None:
+        self.connection.finish()
+
+    def receive(self) -> None:
+        """Read what has come into `replies`. Raises OSError at the end of the connection."""
+        connection = self.connection
+        try:
+            connection.consume_input()
+            while self._outstanding and not connection.is_busy():
+                result = connection.get_result()
+                if result is not None and self._take(result):
+                    self.replies.append(self._finish())
+        except psycopg.Error as error:
+            raise OSError(words_of(str(error))) from None
+        if connection.status != pq.ConnStatus.OK:
+            raise OSError(ENDED)
+
+    def _take(self, result: pq.abc.PGresult) -> bool:
+        """Note a part of a reply; return whether the reply is complete."""
+        status = result.status
+        if status == pq.ExecStatus.TUPLES_OK:
+            self._reply = result.get_value(0, 2)
+        elif status == pq.ExecStatus.FATAL_ERROR and not self._error:
+            self._error = error_of(result)
+        elif status == pq.ExecStatus.PIPELINE_SYNC:
+            return True
+        return False
+
+    def _finish(self) -> Any:
+        reply, error = self._reply, self._error
+        self._reply, self._error = None, ""
+        self._outstanding -= 1
+        if error:
+            return hiredis.ReplyError(error)
+        self._parser.feed(reply or b"-ERR no result\r\n")
+        return self._parser.gets()
+
+    def _on_notice(self, result: pq.abc.PGresult) -> None:
+        if is_not_replicated(result):
+            self._error = NOT_REPLICATED

@@ -1,0 +1,70 @@
+"""One connection that hears messages, for `lock/transport/subscriber.py`.
+
+A subscription counts once a message to itself has come, and only a message that has come answers a
+PING. Behind a pooler that shows nothing: the address says whether one stands between.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from typing import Any
+
+import hiredis
+
+from celery_redlock.lock.postgres.pipeline import Pipeline
+from celery_redlock.lock.transport.command import encode_bulk, encode_text, encoded
+
+ECHO = b"echo"  # the payload of a message to ourselves; of a new subscription it is empty
+
+
+class PostgresPubSub:
+    """Hears channels: see `PubSub`. Its messages come as those of Redis.
+
+    hears: whether messages can come. If not, it makes no subscription, and stays connected.
+    """
+
+    def __init__(self, pipeline: Pipeline, *, hears: bool = True) -> None:
+        self._pipeline, self._hears = pipeline, hears
+        self._names: dict[bytes, bytes] = {}  # channels by their name in PostgreSQL
+
+    def fileno(self) -> int:
+        return self._pipeline.fileno()
+
+    def send(self, *words: str) -> None:
+        """Send SUBSCRIBE, UNSUBSCRIBE or PING. Raises OSError."""
+        verb, channel = words[0], encoded(words[1])
+        if not self._hears:
+            verb = "PING"
+        elif verb == "PING":  # to itself, on a channel that it hears anyway
+            verb, channel = "ECHO", next(iter(self._names.values()), b"")
+        elif verb == "SUBSCRIBE":
+            self._names[_name_of(channel)] = channel
+        self._pipeline.send(b"*2\r\n" + encode_text(verb) + encode_bulk(channel))
+        self._pipeline.flush()
+
+    def receive(self) -> tuple[bool, list[Any]]:
+        """Return whether a message has come, and the replies as of Redis. Raises OSError."""
+        pipeline, found, heard = self._pipeline, [], False
+        pipeline.flush()
+        pipeline.receive()
+        while pipeline.replies:
+            reply = pipeline.replies.popleft()
+            if isinstance(reply, hiredis.ReplyError):
+                raise OSError(str(reply))
+            heard = not self._hears
+        while (notice := pipeline.connection.notifies()) is not None:
+            channel, heard = self._names.get(notice.relname), True
+            if channel is not None and not notice.extra:
+                found.append([b"subscribe", channel, 1])
+            elif channel is not None and notice.extra != ECHO:
+                found.append([b"message", channel, base64.b64decode(notice.extra)])
+        return heard, found
+
+    def disconnect(self) -> None:
+        self._pipeline.close()
+
+
+def _name_of(channel: bytes) -> bytes:
+    """Return the name of a channel in PostgreSQL, as `redlock.channel` makes it."""
+    return b"redlock_" + hashlib.sha256(channel).hexdigest()[:48].encode()

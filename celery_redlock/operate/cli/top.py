@@ -1,0 +1,131 @@
+"""The command `top`: looks at nodes, locks and waiting tasks again and again, and its screen.
+
+The screen is drawn anew until `q` is pressed. Its tables are those of the other commands
+(`views.py`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import queue
+import select
+import shutil
+import sys
+import termios
+import threading
+import tty
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+import click
+
+from celery_redlock.label import escaped
+from celery_redlock.lock.platform.clock import SystemClock
+from celery_redlock.lock.reports import LockList, NodeList
+from celery_redlock.operate.cli.group import Table, as_data
+from celery_redlock.operate.cli.views import (
+    WaitersView,
+    lock_tables,
+    node_table,
+    quorum_line,
+    unknown_lines,
+)
+from celery_redlock.tasks.per_app import redlock_of
+
+REDRAW = 0.5  # seconds between two screens, for the clock and the age of the figures
+_TOP_LEFT, _TO_END_OF_LINE, _TO_END_OF_SCREEN = "\x1b[H", "\x1b[K", "\x1b[J"
+
+
+@dataclass(frozen=True)
+class Look:
+    """The state of nodes, locks and waiting tasks at one moment. at: monotonic seconds."""
+
+    nodes: NodeList
+    sight: LockList
+    waiting: WaitersView
+    at: float
+
+    def tables(self) -> tuple[Table, ...]:
+        return node_table(self.nodes), *lock_tables(self.sight), *self.waiting.tables()
+
+    def notes(self) -> list[str]:
+        return [*unknown_lines(self.sight), *self.waiting.notes()]
+
+    def data(self) -> dict[str, Any]:
+        found = as_data(self.sight)
+        seen = {"locks": found["locks"], "rates": found["rates"]}
+        return {**as_data(self.nodes), **seen, "waiters": self.waiting.data()}
+
+    def screen(self, width: int, height: int) -> list[str]:
+        """Return what fits a terminal: each table gets its share of the lines, long cells are cut.
+
+        A table that needs less than its share leaves the rest to those below it.
+        """
+        lines: list[str] = []
+        notes, tables = self.notes()[:3], self.tables()
+        for number, table in enumerate(tables):
+            share = (height - len(notes) - len(lines)) // (len(tables) - number)
+            lines += table.lines(width, max(3, share))
+        return [*lines, *(escaped(note)[:width] for note in notes)][:height]
+
+
+def look_repeatedly(app: Any, interval: float, count: int | None) -> Iterator[Look]:
+    """Yield one look after the other. interval: seconds between two. count: None for no end."""
+    made, clock = redlock_of(app), SystemClock()
+    for number in itertools.count(1):
+        sight = made.locks()
+        yield Look(made.status(), sight, WaitersView.ask(app), clock.now())
+        if number == count:
+            return
+        clock.sleep(interval)
+
+
+def show_live(looks: Iterator[Look]) -> None:
+    """Draw the newest look until there are no more, or `q` is pressed."""
+    # the looks are taken in a thread: a silent node or broker delays neither clock nor key
+    taken: queue.SimpleQueue[Look | Exception | None] = queue.SimpleQueue()
+
+    def take() -> None:
+        try:
+            for look in looks:
+                taken.put(look)
+            taken.put(None)
+        except Exception as error:  # raised in the main thread
+            taken.put(error)
+
+    threading.Thread(target=take, daemon=True).start()
+    clock, newest, before = SystemClock(), None, termios.tcgetattr(sys.stdin)
+    tty.setcbreak(sys.stdin)  # the terminal hands over each key as it is pressed, and shows none
+    try:
+        click.echo("\x1b[2J", nl=False)
+        while True:
+            while not taken.empty():
+                found = taken.get()
+                if isinstance(found, Exception):
+                    raise found
+                if found is None:
+                    return
+                newest = found
+                _draw(newest, clock.now())
+            _draw(newest, clock.now())
+            is_pressed = select.select([sys.stdin], [], [], REDRAW)[0]
+            if is_pressed and os.read(sys.stdin.fileno(), 1) in (b"q", b""):
+                return
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
+        click.echo()
+
+
+def _draw(look: Look | None, now: float) -> None:
+    width, height = shutil.get_terminal_size()
+    lines = ["asking nodes and workers ..."]
+    if look is not None:
+        moment = datetime.now().astimezone().strftime("%H:%M:%S")
+        age = max(0.0, now - look.at)
+        head = f"{moment}  figures {age:.0f} s old  {quorum_line(look.nodes)}  q: quit"
+        lines = [head[:width], *look.screen(width, height - 1)]
+    text = f"{_TO_END_OF_LINE}\n".join(lines)
+    click.echo(f"{_TOP_LEFT}{text}{_TO_END_OF_LINE}{_TO_END_OF_SCREEN}", nl=False)

@@ -1,0 +1,248 @@
+"""What `Redlock` says of real nodes to Python code, and what it changes there."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from celery import Celery
+
+from celery_redlock import LockLost, QuorumUnreachable, Redlock, SettingsError, send_unique
+from celery_redlock.lock.claims import delete_claim
+from celery_redlock.lock.lock import Lock
+from celery_redlock.lock.model.keys import lock_key
+from celery_redlock.tasks.per_app import redlock_of
+from tests.conftest import PATIENCE, TTL, Nodes, eventually, is_free, settle, settled
+from tests.contract.conftest import MAJORITY, REDIS_SERVER
+
+
+@pytest.fixture
+def app(nodes: Nodes) -> Iterator[Celery]:
+    """Give an app whose messages nobody consumes."""
+    made = Celery("claims", broker="memory://", set_as_default=False)
+    made.conf.update(redlock_nodes=[node.url for node in nodes], redlock_node_timeout=PATIENCE)
+    yield made
+    redlock_of(made).close()
+    made.close()
+
+
+class TestHolder:
+    def test_it_is_the_lock_that_a_quorum_has(self, redlock: Redlock) -> None:
+        assert redlock.holder("r") is None
+        with redlock.lock("r", wait=60):
+            settle(redlock)
+            found = redlock.holder("r")
+        assert found is not None
+        assert (found.resource, found.held, found.holder.task_id) == ("r", True, "")
+        assert found.holder.label.startswith("pid ")
+
+    @MAJORITY
+    def test_a_lock_that_one_node_alone_has_is_none(self, redlock: Redlock, nodes: Nodes) -> None:
+        nodes[0].client().set(lock_key("redlock", "r"), "00:1:somebody", px=20_000)
+        assert redlock.holder("r") is None
+
+    @pytest.mark.parametrize("resource", ["a#3", "rate/x", "späť:\\"])
+    def test_a_permit_is_held_too(self, redlock: Redlock, nodes: Nodes, resource: str) -> None:
+        with settled(nodes) as other:
+            first = other.lock(resource, limit=2, wait=60).acquire()
+            with redlock.lock(resource, limit=2, wait=60):
+                first.release()
+                settle(other)
+                settle(redlock)
+                found = redlock.holder(resource)
+        assert found is not None
+        assert (found.resource, found.used, found.limit) == (resource, 1, 2)
+
+    def test_too_few_nodes_cannot_say_that_it_is_free(self, mortal_nodes: Nodes) -> None:
+        with Redlock([node.url for node in mortal_nodes]) as redlock:
+            mortal_nodes[0].kill()
+            assert redlock.holder("r") is None
+            mortal_nodes[1].kill()
+            with pytest.raises(QuorumUnreachable, match="refused") as unknown:
+                redlock.holder("r")
+        assert (len(unknown.value.causes), unknown.value.quorum) == (2, 2)
+
+    @REDIS_SERVER  # it counts its commands
+    def test_to_ask_for_one_resource_searches_no_database(
+        self, redlock: Redlock, nodes: Nodes
+    ) -> None:
+        nodes[0].client().config_resetstat()
+        redlock.holder("r")
+        redlock.locks("r")
+        redlock.waiters("r")
+        commands = nodes[0].client().info("commandstats")
+        assert "cmdstat_mget" in commands
+        assert "cmdstat_scan" not in commands
+        redlock.locks()
+        assert "cmdstat_scan" in nodes[0].client().info("commandstats")
+
+
+def test_the_nodes_say_whether_they_vote(redlock: Redlock, nodes: Nodes) -> None:
+    status = redlock.status()
+    assert (status.voting, status.needed) == (len(nodes), len(nodes) // 2 + 1)
+    assert status.has_quorum
+    assert [node.votes for node in status.nodes] == [True] * len(nodes)
+
+
+def test_waiters_of_one_resource_are_those_for_its_lock_and_its_rate(
+    redlock: Redlock, nodes: Nodes
+) -> None:
+    with redlock.lock("r", rate="1/h", wait=60), redlock.lock("other", wait=60):
+        settle(redlock)
+        with settled(nodes) as one, settled(nodes) as two, ThreadPoolExecutor() as pool:
+            waits = [
+                pool.submit(one.lock("other", wait=60).try_acquire),
+                pool.submit(two.lock("r", limit=9, rate="1/h", wait=60).try_acquire),
+            ]
+            eventually(lambda: len(redlock.waiters().processes) == 2)
+            (waiter,) = redlock.waiters("r").processes
+            assert (waiter.resource, waiter.waits_for) == ("r", "rate")
+            assert waiter.next_start is not None
+            (waiter,) = redlock.waiters("other").processes
+            assert (waiter.resource, waiter.waits_for) == ("other", "lock")
+            redlock.break_lock("r")
+            redlock.break_lock("other")
+            assert all(wait.result(60) for wait in waits)
+
+
+def test_a_report_becomes_json(redlock: Redlock) -> None:
+    with redlock.lock("r", rate="1/h", wait=60):
+        settle(redlock)
+        found = redlock.locks("r")
+    assert [rate.used for rate in redlock.rates()] == [1]
+    made = json.loads(json.dumps(dataclasses.asdict(found), default=str))
+    assert (made["locks"][0]["resource"], made["rates"][0]["rate"]) == ("r", "1/h")
+
+
+class TestBreak:
+    def test_what_was_broken_is_told_and_free(self, redlock: Redlock, nodes: Nodes) -> None:
+        lock = redlock.lock("r", rate="1/h", wait=60).acquire()
+        settle(redlock)
+        found = redlock.break_lock("r")
+        assert (found.resource, found.is_complete) == ("r", True)
+        (broken,), (freed,) = found.locks, found.rates
+        assert len(broken.gone_from) == len(freed.starts_from) == len(nodes)
+        assert broken.lock.holder.label.startswith("pid ")
+        assert is_free(nodes, "r")
+        assert redlock.rates("r") == ()
+        eventually(lambda: not lock.held)
+
+    def test_of_a_free_resource_nothing_is(self, redlock: Redlock) -> None:
+        found = redlock.break_lock("r")
+        assert (found.locks, found.rates, found.is_complete) == ((), (), True)
+
+
+class TestOnLost:
+    @staticmethod
+    def held(redlock: Redlock, on_lost: Any) -> Lock:
+        lock = redlock.lock("r", ttl=TTL, wait=60, on_lost=on_lost).acquire()
+        settle(redlock)
+        return lock
+
+    def test_it_is_called_once_with_the_error(self, brisk_redlock: Redlock) -> None:
+        told: list[LockLost] = []
+        lock = self.held(brisk_redlock, told.append)
+        brisk_redlock.break_lock("r")
+        eventually(lambda: told)
+        lock.release()  # which reports a loss, too
+        settle(brisk_redlock)
+        (error,) = told
+        assert (type(error), error.resource) == (LockLost, "r")
+        assert "broke" in error.reason
+
+    def test_it_is_not_called_for_a_release(self, brisk_redlock: Redlock) -> None:
+        told: list[LockLost] = []
+        for _ in range(3):
+            self.held(brisk_redlock, told.append).release()
+        settle(brisk_redlock)
+        assert told == []
+
+    def test_what_it_raises_is_logged_and_stops_nothing(
+        self, brisk_redlock: Redlock, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        def fails(error: LockLost) -> None:
+            raise ZeroDivisionError
+
+        neighbour, lost = brisk_redlock.lock("r2", ttl=TTL, wait=60).acquire(), threading.Event()
+        lock = self.held(brisk_redlock, fails)
+        brisk_redlock.break_lock("r")
+        eventually(lambda: [one for one in caplog.records if event_of(one) == "on_lost_failed"])
+        lock.release()
+        lock = self.held(brisk_redlock, lambda error: lost.set())
+        brisk_redlock.break_lock("r")
+        assert lost.wait(60)
+        assert neighbour.held
+
+
+def event_of(record: Any) -> str:
+    return getattr(record, "event", "")
+
+
+class TestAnApps:
+    def test_it_is_the_one_that_its_tasks_use(self, app: Celery) -> None:
+        assert Redlock.of(app) is redlock_of(app)
+        assert Redlock.of(app).status().has_quorum
+
+    def test_without_nodes_it_says_so(self) -> None:
+        app = Celery("bare", broker="memory://", set_as_default=False)
+        with pytest.raises(SettingsError, match="redlock_nodes"):
+            Redlock.of(app)
+
+
+class TestClaims:
+    def send(self, app: Celery, resource: str, task: str = "shop.take") -> Any:
+        return send_unique(app, task, resource=resource, unique_for=600.0)
+
+    def test_a_claim_is_shown_and_ended_so_that_the_next_send_is_no_duplicate(
+        self, app: Celery
+    ) -> None:
+        first, redlock = self.send(app, "stock:1"), Redlock.of(app)
+        self.send(app, "stock:2", "a:b%c")
+        settle(redlock)
+        assert self.send(app, "stock:1").is_duplicate
+        claim, other = redlock.claims().claims
+        assert (claim.resource, claim.task, claim.task_id) == ("stock:1", "shop.take", first.id)
+        assert (claim.is_sent, claim.counts) == (True, True)
+        assert len(claim.votes) >= claim.needed  # a node that is late is told to forget it
+        assert 500 < claim.expires_in <= 600
+        assert (other.resource, other.task) == ("stock:2", "a:b%c")
+        (ended,) = redlock.end_claim("stock:1")
+        assert (ended.claim.task_id, sorted(ended.gone_from)) == (first.id, sorted(claim.votes))
+        assert [one.resource for one in redlock.claims().claims] == ["stock:2"]
+        assert not self.send(app, "stock:1").is_duplicate
+        assert self.send(app, "stock:2", "a:b%c").is_duplicate
+
+    def test_a_pattern_is_of_the_resource(self, app: Celery) -> None:
+        redlock = Redlock.of(app)
+        for name in ("stock:1", "stock:2", "order:1", "späť"):
+            self.send(app, name)
+        settle(redlock)
+        shown = [one.resource for one in redlock.claims("stock:*").claims]
+        assert shown == ["stock:1", "stock:2"]
+        assert redlock.end_claim("stock:*") == ()  # it names one resource
+        assert [one.resource for one in redlock.claims("späť").claims] == ["späť"]
+
+    def test_a_later_claim_is_not_ended_in_place_of_the_one_that_was_shown(
+        self, app: Celery
+    ) -> None:
+        redlock = Redlock.of(app)
+        self.send(app, "stock:1")
+        settle(redlock)
+        (shown,) = redlock.claims().claims
+        redlock.end_claim("stock:1")
+        assert not self.send(app, "stock:1").is_duplicate
+        settle(redlock)
+        assert delete_claim(redlock.session, shown).gone_from == ()
+        assert self.send(app, "stock:1").is_duplicate
+
+    def test_a_token_is_not_in_what_a_person_may_print(self, app: Celery) -> None:
+        self.send(app, "stock:1")
+        settle(Redlock.of(app))
+        (claim,) = Redlock.of(app).claims().claims
+        assert len(claim.token) == 32
+        assert claim.token not in repr(claim)

@@ -1,0 +1,271 @@
+"""A PostgreSQL node that crashes, fails over or stands still grants no lock to two clients."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from celery_redlock import LockTaken, QuorumUnreachable, Redlock
+from celery_redlock.lock.node_status import read_nodes
+from tests.conftest import NODE_TIMEOUT, TTL, end_of, eventually, see_renewal, settle
+from tests.postgres import PostgresNode, Standby, standby
+
+RUN = "SELECT convert_from(value, 'UTF8') FROM redlock.key WHERE name = '{redlock}:run'"
+QUIET = "SELECT 1 FROM redlock.key WHERE name = '{redlock}:quiet'"
+VALUE = "SELECT value FROM redlock.key WHERE name = '{redlock}:lock:r'"
+WAITS_FOR_STANDBY = "SELECT pid FROM pg_stat_activity WHERE wait_event = 'SyncRep'"
+STALL = 1.0  # s that a busy machine may add to a budget
+
+
+@pytest.fixture
+def node(postgres_template: Path) -> Iterator[PostgresNode]:
+    """Give a node that a crash does not empty."""
+    with PostgresNode(postgres_template, fsync=False) as made:
+        made.setup()
+        yield made
+
+
+@contextmanager
+def over(*urls: str, **options: Any) -> Iterator[Redlock]:
+    """Give a client, connected to its node."""
+    with Redlock(urls, **{"node_timeout": NODE_TIMEOUT, "max_ttl": TTL, **options}) as made:
+        settle(made)
+        yield made
+
+
+def failover_url(first: PostgresNode, second: PostgresNode) -> str:
+    hosts = f"127.0.0.1:{first.port},127.0.0.1:{second.port}"
+    return f"postgresql://postgres@{hosts}/postgres?target_session_attrs=read-write"
+
+
+def is_refused(rival: Redlock) -> bool:
+    """Return whether a rival does not get the lock, whatever the reason."""
+    try:
+        return not rival.lock("r", ttl=TTL).try_acquire()
+    except QuorumUnreachable:
+        return True
+
+
+class TestACrash:
+    def test_no_lock_is_lost_and_the_server_votes_at_once(self, postgres_template: Path) -> None:
+        with PostgresNode(postgres_template) as server:
+            server.setup()
+            with over(server.url) as redlock, redlock.lock("r", ttl=TTL, wait=60) as lock:
+                run, value = server.query(RUN), server.query(VALUE)
+                server.kill()
+                server.start()
+                with Redlock([server.url], node_timeout=NODE_TIMEOUT, max_ttl=TTL) as fresh:
+                    with pytest.raises(LockTaken):
+                        fresh.lock("r", ttl=TTL).acquire()
+                    with fresh.lock("other", ttl=TTL) as other:  # no grace period
+                        assert other.held
+                see_renewal(lock)
+                assert (server.query(RUN), server.query(VALUE)) == (run, value)
+                assert server.query(QUIET) == []
+                assert lock.held
+            assert "was not properly shut down" in server.log()
+
+    def test_what_was_not_committed_is_not_there_afterwards(self, node: PostgresNode) -> None:
+        with over(node.url) as redlock:
+            with redlock.lock("r", ttl=TTL, renew=False, wait=60):
+                pass
+            node.kill()
+            with pytest.raises(QuorumUnreachable):
+                redlock.lock("r", ttl=TTL).acquire()
+            node.start()
+            assert redlock.lock("r", ttl=TTL).try_acquire(wait=60)
+
+
+class TestAPromotion:
+    """The standby lacks what the primary had not sent yet, so it may have lost a grant."""
+
+    @pytest.fixture
+    def other(self, node: PostgresNode) -> Iterator[Standby]:
+        with standby(node) as made:
+            yield made
+
+    def test_it_grants_nothing_for_the_longest_ttl_and_then_it_does(
+        self, node: PostgresNode, other: Standby, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        url = failover_url(node, other)
+        with over(url) as redlock:
+            with redlock.lock("before", ttl=TTL, wait=60):
+                pass
+            eventually(lambda: other.query(RUN) == node.query(RUN))
+            node.kill()
+            other.promote()
+            promoted = time.monotonic()
+            refusal = eventually(lambda: refusal_of(redlock, "grants no lock"))
+            assert re.search(r"grants no lock for \d+ s more \(restart guard: its time", refusal)
+            assert "its timeline changed" in refusal
+            lines = [r for r in caplog.records if getattr(r, "event", "") == "node_silent"]
+            assert lines
+            assert lines[0].levelno == logging.WARNING
+            assert re.search(r"grants no lock for \d+ s more", lines[0].getMessage())
+            status = read_nodes(redlock.session).nodes[0]
+            assert 0 < status.silent_for <= TTL + 2
+            assert not status.votes
+            assert redlock.lock("r", ttl=TTL).try_acquire(wait=60)
+            assert time.monotonic() - promoted > TTL - STALL
+
+    def test_the_holder_gets_its_lock_back_that_the_standby_lacked(
+        self, node: PostgresNode, other: Standby
+    ) -> None:
+        url = failover_url(node, other)
+        with over(url, max_ttl=4 * TTL) as redlock, over(url, max_ttl=4 * TTL) as rival:
+            with redlock.lock("warm", ttl=TTL, wait=60):
+                pass
+            eventually(lambda: other.query(RUN) == node.query(RUN))
+            cut_off(other)
+            lock = redlock.lock("r", ttl=4 * TTL, wait=60).acquire()
+            assert other.query(VALUE) == []
+            node.kill()
+            other.promote()
+            assert other.query(VALUE) == []
+            while not other.query(VALUE):
+                assert is_refused(rival)
+            see_renewal(lock)
+            assert is_refused(rival)
+            lock.release()
+
+    def test_a_standby_that_has_all_grants_renews_them_meanwhile(
+        self, node: PostgresNode, other: Standby
+    ) -> None:
+        url = failover_url(node, other)
+        with over(url) as redlock, redlock.lock("r", ttl=TTL, wait=60) as lock:
+            eventually(lambda: other.query(VALUE))
+            node.kill()
+            other.promote()
+            see_renewal(lock)
+            see_renewal(lock)
+            assert other.query(VALUE) != []
+            with Redlock([other.url], node_timeout=NODE_TIMEOUT, max_ttl=TTL) as rival:
+                assert is_refused(rival)
+
+
+def cut_off(follower: Standby) -> None:
+    """Let a standby receive nothing more of its primary."""
+    follower.query("ALTER SYSTEM SET primary_conninfo = ''")
+    follower.query("SELECT pg_reload_conf()")
+    eventually(lambda: not follower.query("SELECT 1 FROM pg_stat_wal_receiver"))
+
+
+def refusal_of(redlock: Redlock, words: str) -> str:
+    """Return why a lock is refused if it is for these words, else ""."""
+    try:
+        redlock.lock("r", ttl=TTL).acquire()
+    except QuorumUnreachable as refusal:
+        return str(refusal) if words in str(refusal) else ""
+    pytest.fail("a lock was granted")
+
+
+class TestASynchronousStandby:
+    @pytest.mark.parametrize("end", ["pg_cancel_backend", "pg_terminate_backend"])
+    def test_a_commit_whose_wait_is_cancelled_is_no_vote(
+        self, node: PostgresNode, pool: ThreadPoolExecutor, end: str
+    ) -> None:
+        with standby(node, synchronous=True) as other, over(node.url) as redlock:
+            with redlock.lock("before", ttl=TTL, wait=60):
+                pass
+            other.kill()
+            granted = pool.submit(is_refused, redlock)
+            [(pid,)] = eventually(lambda: node.query(WAITS_FOR_STANDBY))
+            assert node.query(f"SELECT {end}(%s)", pid) == [(True,)]
+            assert granted.result()
+            assert "already committed locally" in node.log()
+            other.start()
+
+    def test_the_cause_names_the_standby(
+        self, node: PostgresNode, pool: ThreadPoolExecutor
+    ) -> None:
+        with standby(node, synchronous=True) as other, over(node.url) as redlock:
+            with redlock.lock("before", ttl=TTL, wait=60):
+                pass
+            other.kill()
+            refusal = pool.submit(refusal_of, redlock, "standby did not confirm")
+            [(pid,)] = eventually(lambda: node.query(WAITS_FOR_STANDBY))
+            node.query("SELECT pg_cancel_backend(%s)", pid)
+            assert refusal.result()
+            other.start()
+
+    def test_locks_are_granted_again_once_it_is_back(self, node: PostgresNode) -> None:
+        with standby(node, synchronous=True) as other, over(node.url) as redlock:
+            other.kill()
+            began = time.monotonic()
+            with pytest.raises(QuorumUnreachable):
+                redlock.lock("r", ttl=TTL).acquire()
+            assert time.monotonic() - began < 2 * NODE_TIMEOUT + STALL
+            other.start()
+            assert redlock.lock("r", ttl=TTL).try_acquire(wait=60)
+
+
+class TestAPause:
+    def test_no_caller_waits_longer_than_a_node_timeout(self, node: PostgresNode) -> None:
+        with over(node.url) as redlock:
+            with redlock.lock("r", ttl=TTL, wait=60):
+                pass
+            node.pause()
+            try:
+                began = time.monotonic()
+                with pytest.raises(QuorumUnreachable, match="no answer"):
+                    redlock.lock("r", ttl=TTL).acquire()
+                assert time.monotonic() - began < NODE_TIMEOUT + STALL
+            finally:
+                node.resume()
+            assert redlock.lock("r", ttl=TTL).try_acquire(wait=60)
+
+    def test_a_new_client_waits_for_its_connect_no_longer_than_its_budget(
+        self, node: PostgresNode
+    ) -> None:
+        node.pause()
+        try:
+            with Redlock([node.url], node_timeout=0.2) as redlock:
+                began = time.monotonic()
+                with pytest.raises(QuorumUnreachable):
+                    redlock.lock("r").acquire()
+                assert time.monotonic() - began < 2 + STALL
+        finally:
+            node.resume()
+
+    def test_a_held_lock_is_lost_in_time_and_all_goes_on_afterwards(
+        self, node: PostgresNode, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        with over(node.url) as redlock:
+            lost = Losses()
+            lock = redlock.lock("r", ttl=TTL, wait=60, on_lost=lost).acquire()
+            node.pause()
+            try:
+                latest = end_of(lock)
+                eventually(lambda: not lock.held)
+                assert time.monotonic() <= latest + STALL
+                eventually(lambda: lost.seen)
+            finally:
+                node.resume()
+            with over(node.url) as rival:
+                assert rival.lock("r", ttl=TTL).try_acquire(wait=60)
+            assert any(getattr(r, "event", "") == "lock_lost" for r in caplog.records)
+
+    def test_a_short_one_costs_no_lock(self, node: PostgresNode) -> None:
+        with over(node.url) as redlock, redlock.lock("r", ttl=TTL, wait=60) as lock:
+            node.pause()
+            time.sleep(NODE_TIMEOUT / 2)  # a stall, nothing to be waited for
+            node.resume()
+            see_renewal(lock)
+
+
+class Losses:
+    """Hears of a loss."""
+
+    def __init__(self) -> None:
+        self.seen: list[object] = []
+
+    def __call__(self, loss: object) -> None:
+        self.seen.append(loss)

@@ -1,0 +1,148 @@
+"""`celery redlock explain`: what it prints of the pages, and how a passage is found."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jsonschema
+import pytest
+from celery.bin.celery import celery
+from click.testing import CliRunner, Result
+
+from celery_redlock.operate.cli.explain import (
+    LIST_OF_PASSAGES,
+    Passage,
+    anchor_of,
+    as_plain,
+    find_passage,
+    read_passages,
+    section_of,
+)
+from celery_redlock.operate.cli.group import Table
+from tests.pages import ROOT
+
+DOCS = ROOT / "docs"
+PASSAGES = read_passages()
+LISTED = (DOCS / LIST_OF_PASSAGES).read_text(encoding="utf-8")
+PAGE = """# Page
+
+## One
+
+```console
+# no heading
+```
+
+### Part of one
+
+Text.
+
+## Two
+
+Text.
+"""
+
+
+def explain(*words: str) -> Result:
+    return CliRunner().invoke(celery, ["redlock", "explain", *words])
+
+
+def test_a_person_without_an_app_gets_the_passage(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "celery", "redlock", "explain", "a-node-gives-no-vote"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    title, *lines = done.stdout.splitlines()
+    assert title == "A node gives no vote"
+    assert any(re.match("`MISCONF`  +It cannot save to disk", line) for line in lines)
+    assert not [line for line in lines if "](" in line or line.startswith(("#", "```", "|"))]
+    assert "A node evicts keys" not in done.stdout
+
+
+@pytest.mark.parametrize("code", PASSAGES)
+def test_a_passage_has_its_heading_and_no_marks_of_markdown(code: str) -> None:
+    one = PASSAGES[code]
+    heading, *_ = one.text.splitlines()
+    assert heading.lstrip("# ") == one.title
+    assert anchor_of(one.title) == code
+    shown = list(as_plain(one.text, 72))
+    texts = [line for line in shown if isinstance(line, str) and line[:4].strip()]
+    assert [x for x in texts if len(x) > 72 or re.search(r"\]\(|^#|^:::|```|<!--|\*\*", x)] == []
+    tables = [table for table in shown if isinstance(table, Table)]
+    assert len(tables) == len(re.findall(r"^\|[-| ]+\|$", one.text, re.MULTILINE))
+    for table in tables:
+        assert {len(row) for row in table.rows} == {len(table.heads)}
+
+
+def test_the_list_has_each_section_of_its_page_once() -> None:
+    without_code = re.sub(r"^```.*?^```$", "", LISTED, flags=re.MULTILINE | re.DOTALL)
+    titles = re.findall(r"^## (.+)$", without_code, re.MULTILINE)
+    assert len(titles) > 10
+    assert [title for title in titles if anchor_of(title) not in PASSAGES] == []
+    links = re.findall(r"^- \[.+?\]\(.*?#([\w-]+)\): ", LISTED.partition("\n## ")[0], re.MULTILINE)
+    assert links == list(PASSAGES)
+
+
+def test_the_wheel_gets_each_page_of_the_list() -> None:
+    pages = {page for page in re.findall(r"^- \[.+?\]\((.*?)#", LISTED, re.MULTILINE) if page}
+    wanted = {(DOCS / LIST_OF_PASSAGES).parent.joinpath(page).resolve() for page in pages}
+    wanted.add(DOCS / LIST_OF_PASSAGES)
+    included = r'^"docs/(.+?)" = "celery_redlock/docs/\1"$'
+    found = re.findall(included, (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert {DOCS / page for page in found} == wanted
+
+
+def test_without_a_code_it_lists_all_with_what_a_user_sees() -> None:
+    head, *lines = explain().stdout.splitlines()
+    assert head.split() == ["CODE", "YOU", "SEE"]
+    assert [line.split()[0] for line in lines] == list(PASSAGES)
+    assert [line for line in lines if "](" in line or len(line.split()) < 4] == []
+
+
+def test_json_fits_its_schema_and_has_the_text() -> None:
+    schemas = json.loads((DOCS / "command-line.schema.json").read_text())
+    for words, codes in (([], list(PASSAGES)), (["no-quorum"], ["no-quorum"])):
+        shown = json.loads(explain(*words, "--json").stdout)
+        jsonschema.validate(shown, {**schemas, "$ref": "#/$defs/explain"})
+        found = [Passage(**one) for one in shown["passages"]]
+        assert found == [PASSAGES[code] for code in codes]
+
+
+@pytest.mark.parametrize(
+    "word", ["quorum", "No quorum", "NO-QUORUM", "operations/troubleshooting#no-quorum"]
+)
+def test_a_part_and_a_title_and_a_path_find_the_passage(word: str) -> None:
+    assert explain(word).stdout.startswith("No quorum\n")
+
+
+def test_a_section_ends_at_the_next_heading_of_its_level() -> None:
+    assert section_of(PAGE, "one").endswith("### Part of one\n\nText.")
+    assert section_of(PAGE, "part-of-one") == "### Part of one\n\nText."
+    assert section_of(PAGE, "no-heading") == ""
+
+
+def test_a_whole_code_that_is_a_part_of_another_is_found() -> None:
+    known = {code: Passage(code, code, "", "") for code in ("lost", "lock-lost")}
+    assert find_passage("lost", known) is known["lost"]
+
+
+@pytest.mark.parametrize(
+    ("word", "told"),
+    [
+        ("quorom", "quorom is not a code; did you mean 'no-quorum'?"),
+        ("lockt4ken", "lockt4ken is not a code; did you mean 'locktaken'?"),
+        ("xyz", "xyz is not a code; known: a-node-evicts-keys, a-node-gives-no-vote, "),
+        ("evict", None),
+        (
+            "node",
+            "node matches several: a-node-gives-no-vote, a-node-evicts-keys, ",
+        ),
+        (" ", "the name is empty"),
+    ],
+)
+def test_a_word_that_is_no_code_says_which_there_are(word: str, told: str | None) -> None:
+    done = explain(word)
+    assert (done.exit_code == 0) == (told is None)
+    assert (told or "A node evicts keys\n") in done.output
