@@ -464,6 +464,56 @@ def test_a_question_that_is_cut_off_keeps_no_later_one_from_being_asked(nodes: N
         inbox.close()
 
 
+class LeftLine:
+    """One waiter, which leaves in another thread as this one registers."""
+
+    def __init__(self) -> None:
+        self.looks: Iterator[float] = itertools.repeat(1.0)  # seconds since 1970
+        self.opened = 0
+
+    def since(self, resource: str) -> float | None:
+        return next(self.looks, None)
+
+    def resources(self) -> set[str]:
+        return {"r"}
+
+    def on_step(self, *_: object) -> None: ...
+
+    def on_listening(self) -> None:
+        self.opened += 1
+
+
+@pytest.mark.parametrize("register", ["changed", "asked", "moved", "opened anew"])
+def test_a_wait_that_ends_as_another_thread_registers_it_leaves_no_waiter(
+    nodes: Nodes, register: str
+) -> None:
+    with Redlock([node.url for node in nodes]) as redlock:
+        settle(redlock)
+        line, client = LeftLine(), nodes[0].client()
+        inbox = Inbox(redlock.session, line)
+        inbox.listen()
+        eventually(lambda: line.opened == len(nodes))
+        inbox.changed("another")  # a node that has no script yet executes the request later
+        settle(redlock)
+        if register in ("moved", "opened anew"):
+            inbox.changed("r")
+            settle(redlock)
+            assert waiting(client)
+        line.looks = iter([2.0])
+        if register == "asked":
+            places: Queue[Place | None] = Queue()
+            inbox.ask("r", 1, 0, places.put)
+            places.get(timeout=WAIT)
+        elif register == "opened anew":
+            line.looks = iter([])
+            inbox.on_message(inbox.channel, "", 0)
+        else:
+            inbox.changed("r")
+        settle(redlock)
+        assert waiting(client) == []
+        inbox.close()
+
+
 class ForkedMeanwhile(Round):
     """A round whose waiter goes on in a child: the process was forked inside the wait."""
 

@@ -100,9 +100,11 @@ class Inbox:
         if known is None or anew:
             if self.is_listening:  # before, a release would take this process for dead
                 self._write(self._register(resource, since), REGISTER)
+                self._undo_if_left(resource)
         elif known != since:
             self._registered[resource] = since
             self._write(self._core.requests.update(self.name, resource, since))
+            self._undo_if_left(resource)
 
     def _register(
         self, resource: str, since: float, limit: int | Rate = 0, passed: int = 0
@@ -115,6 +117,11 @@ class Inbox:
         self._registered.pop(resource, None)  # last: an exception may cut this off before
         if self._line.since(resource) is not None:  # another thread has begun to wait meanwhile
             self.changed(resource)
+
+    def _undo_if_left(self, resource: str) -> None:
+        """Unregister if another thread ended the last wait as this one registered."""
+        if self._line.since(resource) is None:
+            self._unregister(resource)
 
     def _strike(self, resource: str, node: int) -> None:
         """Let one node, once a turn, forget a registration that came late or was not undone.
@@ -211,6 +218,7 @@ class Inbox:
         request = self._register(resource, since, limit, passed)
         round_, now = PlaceRound(len(nodes.all)), self._core.clock.now()
         nodes.broadcast(Command(request, round_, REGISTER), now)
+        self._undo_if_left(resource)
         # also a reply that nobody waits for is read: the server may have forgotten the script
         self._core.watchdog.run_maintenance_by(now + nodes.timeout)
         return round_, now + nodes.timeout
@@ -256,6 +264,7 @@ class Inbox:
             for resource, since in list(self._registered.items()):  # it may have forgotten them
                 request = self._core.requests.register(self.name, resource, since)
                 self._write(request, REGISTER, node)
+                self._undo_if_left(resource)
             self._line.on_listening()
             return
         named = Named.parse(message, self._core.options.prefix)
