@@ -79,6 +79,7 @@ USES = {
 }
 
 PAGES_IN_THE_WHEEL = (
+    "how-to/postgresql.md",
     "operations/change-nodes.md",
     "operations/troubleshooting.md",
     "reference/errors.md",
