@@ -10,7 +10,7 @@ from celery.exceptions import TaskRevokedError
 
 from celery_redlock import LockTaken
 from tests.conftest import Nodes, eventually, settled
-from tests.integration.conftest import MakeStage, Stage
+from tests.integration.conftest import MakeStage, Stage, slow_but
 
 WORKER = {"concurrency": 4}
 STARTS, PERIOD = 10, 1.0  # of `rated`
@@ -33,6 +33,20 @@ def test_no_period_has_more_starts_than_its_rate_over_two_workers(
         result.get(timeout=120)
     assert stage.runs_of(key) == 35
     assert most_in_a_period(stage, key) <= STARTS
+
+
+@pytest.mark.parametrize("pool", slow_but(["gevent"], ["prefork", "threads", "solo", "gevent"]))
+def test_each_message_that_waits_for_a_rate_starts_when_its_start_is_due(
+    make_stage: MakeStage, nodes: Nodes, key: str, pool: str
+) -> None:
+    """A gevent worker keeps its timers in greenlets: one that cancelled itself asked no more."""
+    stage = make_stage(nodes)
+    stage.worker(pool=pool, concurrency=1 if pool == "solo" else 4)
+    slow = {"rate": "1/s"}
+    results = [stage.tasks.rated.apply_async((key,), lock=slow) for _ in range(5)]
+    for result in results:
+        result.get(timeout=60)
+    assert most_in_a_period(stage, key) == 1
 
 
 def test_a_message_whose_rate_is_used_up_says_so_and_when_its_next_start_is(

@@ -10,6 +10,7 @@ Celery's timer thread. A solo pool runs a task's body inside a callback.
 from __future__ import annotations
 
 import logging
+import sys
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -87,8 +88,8 @@ class EventLoop:
         return cancel
 
     def cancel(self, entry: Any) -> None:
-        """Cancel an entry of the timer; None: nothing happens."""
-        if entry is not None:
+        """Cancel an entry of the timer that has not begun; None: nothing happens."""
+        if entry is not None and not _has_begun(entry):
             self._consumer.timer.cancel(entry)
 
     def _run_calls(self) -> None:
@@ -107,3 +108,12 @@ class EventLoop:
                     "a release could not be dispatched; waiting messages retry on their own. See %s"
                 )
                 logger.exception(text, anchors.UNEXPECTED, extra={"event": "hand_off_failed"})
+
+
+def _has_begun(entry: Any) -> bool:
+    """Return whether an entry of gevent's timer runs: to cancel it would kill its greenlet.
+
+    Source: celery.concurrency.gevent: Timer. A greenlet is true once it has begun.
+    """
+    greenlet = getattr(sys.modules.get("greenlet"), "greenlet", None)
+    return greenlet is not None and isinstance(entry, greenlet) and greenlet.__bool__(entry)
