@@ -78,11 +78,15 @@ class WrappedScheduler(Scheduler):
 
     @cached_property
     def producer(self) -> Any:
-        """The producer of the wrapped scheduler. It retries no publish after the lock is lost."""
+        """The producer of the wrapped scheduler. It publishes nothing after the lock is lost.
+
+        What comes before the publish may take long: a claim, a result store, a user's signal.
+        """
         producer = super().producer
         publish = producer.publish
 
         def publish_while_held(*args: Any, retry_policy: Any = None, **options: Any) -> Any:
+            self.check_held()
             policy = {**(retry_policy or {}), "errback": self.check_held}
             return publish(*args, retry_policy=policy, **options)
 

@@ -173,6 +173,18 @@ def test_a_run_that_lost_its_lock_before_the_send_does_not_count(
     assert (sent, len(beat.recorder.made)) == (["note"], 2)
 
 
+def test_a_run_that_lost_its_lock_as_its_message_was_prepared_is_not_sent(
+    beat: Beat, redlock: Redlock, sent: list[str]
+) -> None:
+    """A claim, a result store or a receiver of the signal may take longer than a ttl."""
+    beat.lead()
+    with published(before_task_publish, lambda: lose(LOCK, on=redlock)) as begun:
+        eventually(lambda: beat.scheduler.tick() is not None and begun)
+    assert (sent, beat.saved()) == ([], 0)
+    beat.see_sent(sent)
+    assert (sent, len(beat.recorder.made)) == (["note"], 2)
+
+
 def test_a_loser_saves_nothing_and_closes_its_store(
     beat: Beat, redlock: Redlock, sent: list[str]
 ) -> None:
