@@ -29,11 +29,12 @@ class LockedDjangoTask(LockedTask, DjangoTask):
 
     abstract = True
 
-    def apply_async_on_commit(self, *args: Any, **options: Any) -> None:
+    def apply_async_on_commit(
+        self, args: Any = None, kwargs: Any = None, *more: Any, **options: Any
+    ) -> None:
         """Call `apply_async` once the transaction is committed.
 
-        A wrong option in `lock={...}` raises SettingsError here, before the commit.
+        A wrong option raises SettingsError here, before the commit.
         """
-        if "lock" in options:
-            self.lock_options(lock=options["lock"])
-        super().apply_async_on_commit(*args, **options)
+        self._check_send(args, kwargs, options)
+        super().apply_async_on_commit(args, kwargs, *more, **options)

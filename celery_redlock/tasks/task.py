@@ -41,6 +41,7 @@ from celery_redlock.tasks.typed_options import (
 )
 from celery_redlock.tasks.unique.send import (
     add_is_duplicate,
+    check_debounced,
     is_awaited,
     options_to_message,
     send_claimed,
@@ -206,21 +207,37 @@ class LockedTask(Task):
         self, config: TaskLockConfig, args: Any, kwargs: Any, options: Mapping[str, Any]
     ) -> tuple[tuple[str, ...], TaskLockOptions] | None:
         """Return resources and options of a send that is to be deduplicated, else None."""
+        found = self._unique_options(config, args, kwargs, options)
+        # an eager send is not: its run has ended when it returns
+        if found is None or self.app.conf.task_always_eager:
+            return None
+        queue, lock_options = found
+        call = TaskCall(self, args or (), kwargs or {}, queue)
+        resources = config.resources(lock_options, call)
+        return (resources, lock_options) if resources else None
+
+    def _unique_options(
+        self, config: TaskLockConfig, args: Any, kwargs: Any, options: Mapping[str, Any]
+    ) -> tuple[str, TaskLockOptions] | None:
+        """Return queue and options of a send that is to be deduplicated; raises SettingsError."""
         call_options = _call_options(options.get("lock", {}))
         may_be_unique = config.may_be_unique or any(map(call_options.get, UNIQUE_BY))
-        # an eager send is not: its run has ended when it returns
-        if not may_be_unique or is_awaited(options) or self.app.conf.task_always_eager:
+        if not may_be_unique or is_awaited(options):
             return None
         queue = ""
         if config.app.queues or config.may_name_queue(call_options):
             celerys = {name: options[name] for name in options if name != "lock"}
             queue = queue_of_send(self, args, kwargs, celerys)
         lock_options = config.options_for(queue, call_options)
-        if not lock_options.is_unique:
-            return None
-        call = TaskCall(self, args or (), kwargs or {}, queue)
-        resources = config.resources(lock_options, call)
-        return (resources, lock_options) if resources else None
+        check_debounced(self.app, self.name, options, lock_options.debounce)
+        return (queue, lock_options) if lock_options.is_unique else None
+
+    def _check_send(self, args: Any, kwargs: Any, options: Mapping[str, Any]) -> None:
+        """Raise SettingsError for options with which `apply_async` would raise it."""
+        check_outside(options)
+        if "lock" in options:
+            self.lock_options(lock=options["lock"])
+        self._unique_options(config_of(self), args, kwargs, options)
 
     def apply(self, args: Any = None, kwargs: Any = None, *more: Any, **options: Any) -> Any:
         """Run the task in this process under its lock; `lock={...}` as in `apply_async`."""

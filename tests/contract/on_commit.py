@@ -36,6 +36,10 @@ def take(order: int) -> None:
     ran.append(order)
 
 
+@app.task(base=LockedDjangoTask, lock_debounce=5)
+def index(order: int) -> None: ...
+
+
 class SoldOutError(Exception):
     """Ends a transaction."""
 
@@ -81,13 +85,22 @@ def without_transaction() -> Any:
     return left()
 
 
-def wrong_option() -> Any:
-    with transaction.atomic():
-        try:
-            take.apply_async_on_commit((1,), lock={"tll": 20})
-        except SettingsError as error:
-            return str(error), left()
-    return "no error"
+def wrong_options() -> Any:
+    wrong = {"lock": {"tll": 20}}, {"lock_ttl": 3}, {"lock": {"debounce": 5}}
+    errors = []
+    for options in wrong:
+        with transaction.atomic():
+            try:
+                take.apply_async_on_commit((1,), **options)
+            except SettingsError as error:
+                errors.append(str(error))
+    for options in ({"countdown": 3}, {"expires": 1}):
+        with transaction.atomic():
+            try:
+                index.apply_async_on_commit((1,), **options)
+            except SettingsError as error:
+                errors.append(str(error))
+    return errors, left()
 
 
 def applied() -> Any:
@@ -95,7 +108,7 @@ def applied() -> Any:
 
 
 SCENARIOS = (
-    rolled_back, committed, sent_twice, sent_with_options, without_transaction, wrong_option,
+    rolled_back, committed, sent_twice, sent_with_options, without_transaction, wrong_options,
     applied,
 )  # fmt: skip
 

@@ -12,8 +12,11 @@ from celery import Celery
 from celery.app.task import Context
 from celery.utils.imports import symbol_by_name
 from freezegun import freeze_time
+from hypothesis import given
+from hypothesis import strategies as st
 
 from celery_redlock.tasks.delivery.delivery import (
+    CLOCKS_DIFFER,
     NAMED_AT,
     NESTED,
     NO_HEADER,
@@ -21,8 +24,9 @@ from celery_redlock.tasks.delivery.delivery import (
     Deferral,
     Delivery,
     LockHeader,
+    hop_of,
 )
-from celery_redlock.tasks.delivery.route import QUEUE, Route
+from celery_redlock.tasks.delivery.route import QUEUE, Route, whole_seconds
 from celery_redlock.tasks.execution.outcomes import completion_marker
 from celery_redlock.tasks.task import REQUEST
 from celery_redlock.tasks.worker_request import Request
@@ -193,3 +197,14 @@ def test_a_dead_lettered_message_that_is_revoked_stays_the_run_that_it_was(
 
 def test_a_delivery_is_shown_as_celery_shows_a_task() -> None:
     assert f"{delivery_of()} {delivery_of()!r}" == "t[1] t[1]"
+
+
+@given(st.floats(0.1, 5_000.0), st.floats(4.0, 900.0))
+def test_a_message_that_goes_in_hops_is_never_early(left: float, longest: float) -> None:
+    """It runs if no more is left than two processes differ in the time of the nodes."""
+    left -= hop_of(left, longest)  # of the send, to the second or not
+    while left > CLOCKS_DIFFER:
+        hop = whole_seconds(hop_of(left, longest))
+        assert hop <= longest + 1
+        left -= hop
+    assert left <= 1e-6

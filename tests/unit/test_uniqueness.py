@@ -4,9 +4,11 @@ import math
 from typing import Any
 
 import pytest
+from celery import Celery
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from celery_redlock import LockedTask, SettingsError
 from celery_redlock.tasks.unique.claim import ClaimToken
 from celery_redlock.tasks.unique.send import unique_name
 
@@ -42,3 +44,16 @@ TOKEN = {"name": "t:k", "token": "0f" * 16, "until": "finished"}
 def test_a_token_that_no_sender_wrote_counts_as_absent(strange: dict[str, Any]) -> None:
     assert ClaimToken.of(TOKEN) is not None
     assert ClaimToken.of({**TOKEN, **strange}) is None
+
+
+@pytest.mark.parametrize("wrong", [{"countdown": 5}, {"eta": "2030-01-01"}, {"expires": 3}])
+def test_an_eager_send_is_refused_for_what_contradicts_its_debounce(wrong: dict[str, Any]) -> None:
+    """A project's tests send so: they are to fail as production does."""
+    app = Celery("unit", broker="memory://", set_as_current=False)
+    app.conf.update(task_always_eager=True, redlock_nodes=["redis://127.0.0.1:1"])
+
+    @app.task(base=LockedTask, lock_debounce=5)
+    def index(order: int) -> None: ...
+
+    with pytest.raises(SettingsError, match=f"call: {next(iter(wrong))}="):
+        index.apply_async((1,), **wrong)

@@ -34,6 +34,14 @@ LAST_MOMENT = 1e10  # s: in the year 2286; no number of a header is larger, so n
 P = TypeVar("P")
 
 
+def hop_of(left: float, longest: float) -> float:
+    """Return the next countdown of a message that waits for `left` s and goes in hops of `longest`.
+
+    The last hop is never so short that what `CLOCKS_DIFFER` allows would let the run start early.
+    """
+    return left / 2 if longest < left <= longest + CLOCKS_DIFFER else min(left, longest)
+
+
 @dataclass(frozen=True)
 class Deferral:
     """The last deferral of a message. `NEVER_DEFERRED` is that of a first try.

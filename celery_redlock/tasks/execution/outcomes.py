@@ -36,6 +36,7 @@ from celery_redlock.tasks.delivery.delivery import (
     Delivery,
     LockHeader,
     clock,
+    hop_of,
     utc_now,
 )
 from celery_redlock.tasks.delivery.republish import NotRepublishedError, republish
@@ -336,7 +337,7 @@ def put_back_if_early(delivery: Delivery, wait_in_slot: float) -> None:
     if left <= CLOCKS_DIFFER:
         return
     _raise_if_superseded(delivery)
-    countdown = whole_seconds(min(left, settings_of(app).countdown_cap))
+    countdown = whole_seconds(hop_of(left, settings_of(app).countdown_cap))
     republish(delivery, header, countdown)
     delivery.request.__dict__[CONTINUES] = True
     extra = delivery.log_extra("run_not_due", due_in=left)

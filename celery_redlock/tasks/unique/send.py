@@ -19,7 +19,7 @@ from celery_redlock.errors import DuplicateTask, SettingsError
 from celery_redlock.label import RunId
 from celery_redlock.lock.model.keys import name_of_all
 from celery_redlock.lock.validation import check_resources
-from celery_redlock.tasks.delivery.delivery import HEADER, utc_now
+from celery_redlock.tasks.delivery.delivery import HEADER, hop_of, utc_now
 from celery_redlock.tasks.per_app import redlock_of, settings_of
 from celery_redlock.tasks.settings.app import OptionSource
 from celery_redlock.tasks.settings.levels import (
@@ -71,6 +71,7 @@ def send_unique(
     lock_options = TaskLockOptions(**{**BUILT_IN, "ttl": settings.max_ttl, **given})
     if not lock_options.is_unique or is_awaited(options) or app.conf.task_always_eager:
         return publish(**options)
+    check_debounced(app, name, options, lock_options.debounce)
     options["task_id"] = uuid()
     return send_claimed(
         app, name, (resource,), lock_options, options, publish=publish, result_of=app.AsyncResult
@@ -88,13 +89,8 @@ def send_claimed(
     does. The claim never outlasts the message: a queue may drop an expired one, and then no worker
     would release the key.
     """
-    task_expires = getattr(app._tasks.get(task_name), "expires", None)
-    expires, left = options.get("expires", task_expires), math.inf
-    if expires is not None:
-        left = max(0.0, seconds_until(app, expires))
-    debounce, settings = lock_options.debounce, settings_of(app)
-    if debounce is not None:
-        _check_debounced(options, expires, left, debounce)
+    _, left = _expiry(app, task_name, options)
+    debounce, cap = lock_options.debounce, settings_of(app).countdown_cap
     name, run_id = unique_name(task_name, resources), RunId(options["task_id"], task_name)
     late = max(OTHER_BROKERS, visibility_timeout(app.conf) or 0.0)
     redlock = redlock_of(app)  # kept until the end: an app may leave its own meanwhile
@@ -103,7 +99,7 @@ def send_claimed(
 
     def publish_with(token: ClaimToken | None) -> T:
         if debounce is not None:
-            options["countdown"] = min(claim.lasts, settings.countdown_cap)
+            options["countdown"] = hop_of(claim.lasts, cap)
             waits = {"at": redlock.session.guard.wall(), "countdown": claim.lasts}
             add_to_header(options, deferral=waits)
         if token is not None:
@@ -119,10 +115,18 @@ def send_claimed(
     return _mark_duplicate(result_of(sent.task_id))
 
 
-def _check_debounced(
-    options: Mapping[str, Any], expires: object, left: float, debounce: float
+def _expiry(app: Any, task_name: str, options: Mapping[str, Any]) -> tuple[object, float]:
+    """Return when a send's message expires, and the seconds until then."""
+    expires = options.get("expires", getattr(app._tasks.get(task_name), "expires", None))
+    return expires, math.inf if expires is None else max(0.0, seconds_until(app, expires))
+
+
+def check_debounced(
+    app: Any, task_name: str, options: Mapping[str, Any], debounce: float | None
 ) -> None:
-    """Raise SettingsError for what contradicts a debounce. left: seconds until `expires`."""
+    """Raise SettingsError for options of a send that contradict its debounce."""
+    if debounce is None:
+        return
     for name in ("countdown", "eta"):
         if options.get(name) is not None:
             hint = (
@@ -130,6 +134,7 @@ def _check_debounced(
                 'of this call by lock={"debounce": ...}; lock={"debounce": None} is a plain send'
             )
             raise SettingsError("call", name, repr(options[name]), hint)
+    expires, left = _expiry(app, task_name, options)
     if left <= debounce:
         hint = f"ends the message before its run is due: must be later than debounce={debounce:g} s"
         raise SettingsError("call", "expires", repr(expires), hint)
