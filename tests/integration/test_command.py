@@ -269,17 +269,43 @@ class Terminal:
         os.close(self._side)
 
 
-def test_an_id_is_whole_on_a_narrow_terminal(stage: Stage) -> None:
+def hold_on_nodes(nodes: Nodes, holders: dict[str, str]) -> None:
+    """Write locks of tasks by hand. holders: task ids, by resource."""
+    for node in nodes:
+        for key, task_id in holders.items():
+            label = f"{task_id}:shop.orders.take_from_stock:0:0 celery@worker-1.shop.example"
+            node.client().set(lock_key("redlock", key), f"token:1:{label}", px=600_000)
+
+
+def test_a_table_has_the_first_characters_of_an_id_and_show_the_whole_one(stage: Stage) -> None:
     task_id = str(uuid.uuid4())
-    for node in stage.nodes:
-        label = f"{task_id}:shop.orders.take_from_stock:0:0 celery@worker-1.shop.example"
-        for key in ("stock:sku-7", "stock:sku-8"):
-            node.client().set(lock_key("redlock", key), f"token:1:{label}", px=60_000)
-    for words in (["locks"], ["show", "stock:sku-7"], ["show", task_id]):
+    hold_on_nodes(stage.nodes, {"stock:sku-7": task_id, "stock:sku-8": task_id})
+    for words in (["locks"], ["show", "stock:sku-7"], ["show", task_id], ["top", "--count", "1"]):
         lines = Terminal(*words).lines()
-        assert [line for line in lines if task_id in line], words
-        assert max(map(len, lines)) <= 80, words
-        assert task_id in command(*words).output
+        assert [line for line in lines if f"{task_id[:8]}-..." in line], words
+        assert max(map(len, lines)) <= 80 or words[0] == "top", words
+        assert f" {task_id[:8]}-... " in command(*words).output
+    for name in (task_id, task_id[:8], f"{task_id[:8]}-...", task_id[:20]):
+        assert f"[{task_id}]" in command("show", name).output, name
+        assert in_json("show", name)["task"]["task_id"] == task_id
+    assert in_json("show", task_id[:7])["task"] is None
+    assert {one["holder"]["task_id"] for one in in_json("locks")["locks"]} == {task_id}
+
+
+def test_ids_that_begin_alike_are_whole_and_so_are_those_of_the_users_own(stage: Stage) -> None:
+    one, other = (f"4c8f3226{str(uuid.uuid4())[8:]}" for _ in range(2))
+    own = "import-2026-11"
+    hold_on_nodes(stage.nodes, {"a": one, "b": other, "c": own})
+    told = command("locks").output
+    assert [f" {name} " in told for name in (one, other, own)] == [True, True, True]
+    asked = command("show", "4c8f3226")
+    assert asked.exit_code == 1
+    assert (
+        asked.output
+        == f"Error: 4c8f3226 begins several task ids: {', '.join(sorted((one, other)))}\n"
+    )
+    assert in_json("show", other)["task"]["resources"] == ["b"]
+    assert in_json("show", "import-2")["task"]["task_id"] == own
 
 
 def test_the_doctor_asks_running_workers_for_what_all_clients_must_share(
@@ -380,7 +406,7 @@ def test_an_operator_sees_who_holds_a_lock_and_who_waits_for_it(busy_stage: Any)
     (look,) = [in_json("top", "--count", "1")]
     assert look["locks"][0]["holder"] == held["holder"]
     for words in (("locks",), ("show", "k:k"), ("top", "--count", "2", "--interval", "0.01")):
-        assert busy_stage.running.id in command(*words).output, words
+        assert f" {busy_stage.running.id[:8]}-... " in command(*words).output, words
     assert re.match("RESOURCE .* HELD FOR .* VALID FOR", command("show", "k:k").output)
     go_on(busy_stage)
     busy_stage.see_freed("k:k")
@@ -432,7 +458,7 @@ def test_a_task_for_which_no_quorum_votes_is_among_those_that_wait(
 
     def is_told() -> bool:
         told = command("waiters").output
-        return "no quorum of 2 nodes" in told and result.id in told
+        return "no quorum of 2 nodes" in told and result.id[:8] in told
 
     eventually(is_told)
     ((_, rows),) = asked(stage, "redlock_waiting").items()
@@ -571,9 +597,10 @@ def test_the_claims_of_sends_are_shown_and_ended(stage: Stage) -> None:
     eventually(lambda: [one["is_sent"] for one in in_json("claims")["claims"]] == [True, True])
     claim, _ = in_json("claims")["claims"]
     assert (claim["resource"], claim["task_id"]) == ("step:a", first.id)
-    of_it = rf"step:a +tests.once_returns +{first.id} +sent +\d+ min \d+ s +\d, 2 needed\n"
+    of_it = rf"step:a +tests.once_returns +{first.id[:8]}-... +sent +\d+ min \d+ s +\d, 2 needed\n"
     assert re.search(of_it, command("claims").output)
     assert [one["resource"] for one in in_json("claims", "*:b")["claims"]] == ["step:b"]
+    assert in_json("show", first.id[:8])["resource"] == first.id
     asked = command("break", "--claim", "step:a", says="n\n")
     assert (asked.exit_code, stage.tasks.once_returns.delay("a").is_duplicate) == (1, True)
     assert f"tests.once_returns[{first.id}] has the claim on step:a\nIts message" in asked.output

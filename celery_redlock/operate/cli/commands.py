@@ -1,19 +1,16 @@
 """The commands of `celery redlock`, each with what only that command does.
 
-They read (`status`, `locks`, `waiters`, `claims`, `show`, `top`), change something (`break`,
-`trust`, `setup`), or are about settings (`options`, `doctor`). What they show is in `views.py`, the
-screen of `top` in `top.py`.
+They read (`status`, `locks`, `waiters`, `claims`, `show`), change something (`break`, `trust`,
+`setup`), or are about settings (`options`, `doctor`). What they show is in `views.py`. `top`,
+`hold` and `explain` have modules of their own.
 """
 
 from __future__ import annotations
 
 import getpass
 import json
-import math
 import socket
-import sys
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from typing import Any
 
 import click
@@ -43,7 +40,6 @@ from celery_redlock.operate.cli.group import (
     redlock,
     within_deadline,
 )
-from celery_redlock.operate.cli.top import look_repeatedly, show_live
 from celery_redlock.operate.cli.views import (
     WaitersView,
     ask_workers,
@@ -113,12 +109,17 @@ def waiters(ctx: click.Context, as_json: bool) -> None:
 def show(ctx: click.Context, name: str, as_json: bool) -> None:
     """Show who holds a resource and who waits, or where a task stands.
 
+    The first 8 characters of a task id are enough, if it holds, waits or has a claim.
     The exit status is 2 if too few nodes answer for that to be known.
     """
     app = app_from(ctx)
-    sight, everyone = redlock_of(app).locks(), WaitersView.ask(app)
+    made = redlock_of(app)
+    sight, everyone = made.locks(), WaitersView.ask(app)
     waiting, task, shown = everyone.for_resource(name), None, sight.of([name])
     if not (shown.locks or shown.rates or waiting.waiting or waiting.registered.processes):
+        ids = [lock.holder.task_id for lock in sight.locks]
+        ids += [row["task_id"] for row in everyone.waiting]
+        name = views.whole_id(name, [*ids, *(one.task_id for one in made.claims().claims)])
         task = views.TaskView.find(app, name, sight, everyone)
     if task is not None:
         shown, waiting = sight.of(task.resources), everyone.for_task(name)
@@ -145,40 +146,6 @@ def show(ctx: click.Context, name: str, as_json: bool) -> None:
     print_result(as_json, data, *parts, *failing_lines(failing), *views.unknown_lines(sight))
     if not sight.is_known:
         ctx.exit(EXIT_UNKNOWN)
-
-
-def finite(_: click.Context, param: click.Parameter, value: float) -> float:
-    """Return an option's number; refuses NaN, which passes each range."""
-    if not math.isfinite(value):
-        raise click.BadParameter("give a finite number.", param=param)
-    return value
-
-
-@redlock.command()
-@click.option(
-    "--interval", type=click.FloatRange(0.0, 3600.0, min_open=True), callback=finite, default=2.0,
-    show_default=True, help="Seconds between two refreshes.",
-)  # fmt: skip
-@click.option(
-    "--count", type=click.IntRange(1), help="Number of refreshes; until `q` if not given."
-)
-@as_json
-@click.pass_context
-def top(ctx: click.Context, interval: float, count: int | None, as_json: bool) -> None:
-    """Show nodes, locks and waiting tasks live; `q` ends it.
-
-    With --json each refresh is one line.
-    """
-    looks = look_repeatedly(app_from(ctx), interval, count)
-    with suppress(KeyboardInterrupt):  # Ctrl-C ends it as `q` does
-        if as_json:
-            for look in looks:
-                click.echo(json.dumps(look.data(), default=str))
-        elif sys.stdin.isatty() and sys.stdout.isatty():
-            show_live(looks)
-        else:
-            for look in looks:
-                print_all(*look.tables(), *look.notes())
 
 
 @redlock.command()

@@ -35,8 +35,7 @@ from celery_redlock.lock.model.lease import Lease
 from celery_redlock.lock.model.options import LockOptions
 from celery_redlock.lock.transport.command import text_of
 from celery_redlock.lock.validation import LONGEST, MOST_PERMITS, check_resources
-from celery_redlock.operate.cli.commands import finite
-from celery_redlock.operate.cli.group import app_from, as_json, named, print_all, redlock
+from celery_redlock.operate.cli.group import app_from, as_json, finite, named, print_all, redlock
 from celery_redlock.tasks.declaration import config_of
 from celery_redlock.tasks.per_app import redlock_of, settings_of
 from celery_redlock.tasks.settings.options import TaskLockOptions

@@ -32,8 +32,10 @@ from celery_redlock.lock.reports import (
     WaitingProcess,
 )
 from celery_redlock.operate.cli.group import (
+    SHORT_ID,
     Table,
     as_data,
+    command_error,
     format_duration,
     print_all,
     within_deadline,
@@ -190,6 +192,17 @@ def ask_workers(app: Any, command: str) -> tuple[dict[str, Any], str]:
         lambda: app.control.broadcast(command, reply=True, timeout=REPLY_TIMEOUT)
     )
     return {worker: said for reply in replies or () for worker, said in reply.items()}, cause
+
+
+def whole_id(name: str, known: Collection[str]) -> str:
+    """Return the one known task id that begins with a name, or else the name."""
+    start = name.removesuffix("...")  # as tables show it
+    found = sorted({one for one in known if one.startswith(start)})
+    if len(start) < SHORT_ID or name in found or not found:
+        return name
+    if len(found) > 1:
+        raise command_error(f"{name} begins several task ids: {', '.join(found)}")
+    return found[0]
 
 
 @dataclass(frozen=True)
