@@ -953,11 +953,17 @@ def test_without_a_result_backend_a_task_is_shown_from_what_nodes_and_workers_kn
 
 def test_a_task_whose_holder_may_have_died_says_so(stage: Stage, key: str) -> None:
     """At the 20th of its 30 seconds a living holder has renewed its lock twice."""
-    value = f"token:{int(time.time() * 1000)}+30000:{uuid.uuid4()}:shop.take:0:0 celery@web1"
+    holder = str(uuid.uuid4())
+    value = f"token:{int(time.time() * 1000)}+30000:{holder}:shop.take:0:0 celery@web1"
     for node in stage.nodes:
         node.client().set(lock_key("redlock", f"k:{key}"), value, px=9_000)
     stage.worker("w")
     waits = stage.tasks.late.delay(key)
     stage.see_deferred(waits)
     told = command("show", waits.id).output
-    assert re.search(r"HELD BY .*shop.take.* on celery@web1, not renewed for 2\d\.\d s: ", told)
+    late = r"not renewed for 2\d\.\d s: its worker may be dead; expires in \d\.\d s\n"
+    assert re.search(rf"HELD BY .*shop.take.* on celery@web1, {late}", told)
+    assert re.search(r"NEXT TRY +in \d+\.\d s \(\d\d:\d\d:\d\d UTC\)\n", told)
+    for node in stage.nodes:
+        node.client().set(lock_key("redlock", f"k:{key}"), value, px=9_000)
+    assert re.search(rf"HOLDS +k:{key}\nRENEWED +{late}", command("show", holder).output)

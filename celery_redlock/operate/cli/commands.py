@@ -40,6 +40,7 @@ from celery_redlock.operate.cli.group import (
     redlock,
     within_deadline,
 )
+from celery_redlock.operate.cli.task_view import TaskView
 from celery_redlock.operate.cli.views import (
     WaitersView,
     ask_workers,
@@ -120,7 +121,7 @@ def show(ctx: click.Context, name: str, as_json: bool) -> None:
         ids = [lock.holder.task_id for lock in sight.locks]
         ids += [row["task_id"] for row in everyone.waiting]
         name = views.whole_id(name, [*ids, *(one.task_id for one in made.claims().claims)])
-        task = views.TaskView.find(app, name, sight, everyone)
+        task = TaskView.find(app, name, sight, everyone)
     if task is not None:
         shown, waiting = sight.of(task.resources), everyone.for_task(name)
     locks, failing = shown.locks, sight.failing

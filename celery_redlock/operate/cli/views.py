@@ -1,7 +1,7 @@
 """What the commands show of nodes, locks, waiting processes and tasks: as tables, lines and JSON.
 
-The queries to the nodes are in `lock/`; workers and the result backend are asked here. Not here:
-the screen of `top` (`top.py`).
+The queries to the nodes are in `lock/`; the workers are asked here. Not here: the screen of `top`
+(`top.py`), and one task as `show` shows it (`task_view.py`).
 """
 
 from __future__ import annotations
@@ -12,11 +12,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any
 
-from celery.backends.base import DisabledBackend
-from celery.states import PENDING
-
 from celery_redlock.errors import abstention_cause
-from celery_redlock.lock.node_status import in_iso
 from celery_redlock.lock.platform.clock import SystemClock
 from celery_redlock.lock.reports import (
     BrokenLock,
@@ -37,11 +33,9 @@ from celery_redlock.operate.cli.group import (
     as_data,
     command_error,
     format_duration,
-    print_all,
     within_deadline,
 )
 from celery_redlock.tasks.per_app import redlock_of
-from celery_redlock.tasks.reporting import DEFERRED
 from celery_redlock.tasks.settings.levels import visibility_timeout
 
 LOCK_HEADS = ("RESOURCE", "HOLDER", "ID", "WORKER", "HELD FOR", "RENEWED", "VALID FOR", "VOTES")
@@ -335,93 +329,3 @@ def _waited(since: str | None) -> str:
         return format_duration(0.0)
     past = SystemClock().wall_us() / 1e6 - datetime.fromisoformat(since).timestamp()
     return format_duration(max(0.0, past))
-
-
-@dataclass(frozen=True)
-class TaskView:
-    """One task. state: from the result backend if it has one.
-
-    resources: that it holds or waits for. holder: of what it waits for. next_try: ISO 8601.
-    """
-
-    task_id: str
-    task: str
-    state: str
-    resources: Sequence[str] = ()
-    holds: bool = False
-    holder: str = ""
-    reason: str = ""
-    next_try: str | None = None
-
-    @classmethod
-    def find(cls, app: Any, task_id: str, sight: LockList, waiters: WaitersView) -> TaskView | None:
-        """Return what nodes, workers and result backend know of a task; None if that is nothing."""
-        state, info = _stored_state(app, task_id)
-        held = [lock for lock in sight.locks if lock.holder.task_id == task_id]
-        if held:
-            name = held[0].holder.task
-            resources = tuple(dict.fromkeys(lock.resource for lock in held))
-            is_known = state and state != DEFERRED
-            return cls(task_id, name, state if is_known else "STARTED", resources, holds=True)
-        for row in waiters.for_task(task_id).waiting:  # its worker knows more than the backend
-            resources = tuple(row["resources"])
-            holder = _holders_of(resources, sight)
-            next_try = in_iso(SystemClock().wall_us() / 1e6 + row["tries_in"])
-            fields = {"holder": holder, "reason": row["reason"], "next_try": next_try}
-            return cls(task_id, row["task"], DEFERRED, resources, **fields)
-        if state == DEFERRED:  # as of its last deferral
-            resource = str(info.get("resource", ""))
-            after = waiters.visibility
-            when = "" if after is None else f", within its visibility_timeout of {after:g} s"
-            reason = f"no worker that answers has its message: the broker delivers it again{when}"
-            holder = _holders_of([resource], sight)
-            next_try = str(info.get("next_try") or "")
-            if next_try < str(in_iso(SystemClock().wall_us() / 1e6)):  # of a worker that has died
-                next_try = ""
-            fields = {"holder": holder, "reason": reason, "next_try": next_try or None}
-            return cls(task_id, "", state, (resource,), **fields)
-        return cls(task_id, "", state) if state else None
-
-    def table(self) -> Table:
-        """Return a table of one row, a fact a line."""
-        name = self.task and f"{self.task}[{self.task_id}]"
-        facts = {
-            "TASK": name or self.task_id,
-            "STATE": self.state,
-            "HOLDS" if self.holds else "WAITS FOR": ", ".join(self.resources),
-            "HELD BY": self.holder,
-            "WHY": self.reason,
-            "NEXT TRY": self.next_try or "",
-        }
-        shown = {head: fact for head, fact in facts.items() if fact}
-        return Table(tuple(shown), [tuple(shown.values())], "", expanded=True)
-
-
-def _stored_state(app: Any, task_id: str) -> tuple[str, dict[str, Any]]:
-    """Return a task's state and info from its result backend; "" and {} if it has none."""
-
-    def ask() -> Mapping[str, Any] | None:
-        backend = app.backend
-        off = isinstance(backend, DisabledBackend)
-        return None if off else backend.get_task_meta(task_id, cache=False)
-
-    meta, cause = within_deadline(ask)
-    if cause:
-        print_all(f"the result backend cannot be queried: {cause}", err=True)
-    if meta is None:
-        return "", {}
-    state, info = str(meta["status"]), meta.get("result")
-    return "" if state == PENDING else state, info if isinstance(info, dict) else {}
-
-
-def _holders_of(resources: Sequence[str], sight: LockList) -> str:
-    found = [one for one in sight.locks if one.held and one.resource in resources]
-    return ", ".join(dict.fromkeys(map(_holder_of, found)))
-
-
-def _holder_of(lock: LockReport) -> str:
-    """Return the holder; of one that may have died, also when the lock expires."""
-    if not lock.is_late:
-        return str(lock.holder)
-    since, left = format_duration(lock.since_renewal or 0.0), format_duration(lock.valid_for)
-    return f"{lock.holder}, not renewed for {since}: expires in {left}"
