@@ -14,7 +14,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import click
-from celery.backends.base import DisabledBackend
 from redis import RedisError
 
 from celery_redlock.label import escaped
@@ -40,7 +39,7 @@ from celery_redlock.operate.cli.group import (
     redlock,
     within_deadline,
 )
-from celery_redlock.operate.cli.task_view import TaskView
+from celery_redlock.operate.cli.task_view import TaskView, nothing_found
 from celery_redlock.operate.cli.views import (
     WaitersView,
     ask_workers,
@@ -125,22 +124,18 @@ def show(ctx: click.Context, name: str, as_json: bool) -> None:
     if task is not None:
         shown, waiting = sight.of(task.resources), everyone.for_task(name)
     locks, failing = shown.locks, sight.failing
+    is_found = locks or shown.rates or waiting.waiting or waiting.registered.processes
     parts: list[str | Table] = [*views.lock_tables(shown)]
     parts = parts[not locks :]  # without the table of no locks
     if task is not None:
         parts.insert(0, task.table())
-    else:
+    elif is_found or not sight.is_known:
         none = f"No lock is held on {name}." if sight.is_known else views.LOCKS_UNKNOWN
-        parts = [
-            *([] if locks else [none]),
-            *parts,
-            *(views.vote_table(lock, sight) for lock in locks),
-        ]
-        if locks or waiting.waiting or waiting.registered.processes or not sight.is_known:
-            parts += [*waiting.tables(name)]
-        else:
-            is_off = isinstance(app.backend, DisabledBackend)
-            parts.append(views.NO_BACKEND if is_off else views.PENDING_TASK)
+        votes = (views.vote_table(lock, sight) for lock in locks)
+        parts = [*([] if locks else [none]), *parts, *votes, *waiting.tables(name)]
+    else:
+        parts = [*nothing_found(app, name, everyone.is_known)]
+    if task is None:
         parts += waiting.notes()
         failing = {**failing, **waiting.registered.failing}
     data = {"resource": name, "task": as_data(task), **as_data(shown), "waiters": waiting.data()}

@@ -57,9 +57,10 @@ class RedlockGroup(click.Group):
         try:
             return super().invoke(ctx)
         except SettingsError as error:
-            named = ctx.find_root().params.get("app") is not None
-            hint = "" if named else ". No app is named: celery -A shop redlock ..."
-            raise command_error(f"{error}{hint}") from None
+            is_given = ctx.find_root().params.get("app") is not None
+            use = f"no app is given. Use: celery -A shop redlock {ctx.invoked_subcommand}"
+            text = str(error) if is_given else f"{use} (without an app: {error})"
+            raise command_error(text) from None
 
 
 @click.group(cls=RedlockGroup, help=celery_redlock_entry.redlock.help)

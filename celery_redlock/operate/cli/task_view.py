@@ -5,6 +5,7 @@ Locks and waiting messages are read by others; the result backend is asked here.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -19,6 +20,12 @@ from celery_redlock.lock.reports import LockList, LockReport
 from celery_redlock.operate.cli.group import Table, format_duration, print_all, within_deadline
 from celery_redlock.operate.cli.views import WaitersView
 from celery_redlock.tasks.reporting import DEFERRED
+
+NO_BACKEND = "Without a result backend the state of a task that has ended is not known."
+PENDING_TASK = "A task with this id may be queued, lost with its worker, or not exist."
+ONLY_SEEN = "Give the whole id of a task that is queued or has ended."
+_ID = re.compile(r"[0-9a-f]{8}[0-9a-f-]*")
+WHOLE_ID = 36  # characters of Celery's ids
 
 
 @dataclass(frozen=True)
@@ -81,6 +88,19 @@ class TaskView:
         }
         shown = {head: fact for head, fact in facts.items() if fact}
         return Table(tuple(shown), [tuple(shown.values())], "", expanded=True)
+
+
+def nothing_found(app: Any, name: str, is_known: bool) -> list[str]:
+    """Return lines for a name that is neither a known resource nor a known task.
+
+    is_known: whether a task that waits would be known.
+    """
+    rest = NO_BACKEND if isinstance(app.backend, DisabledBackend) else PENDING_TASK
+    if not _ID.fullmatch(name):
+        return [f"No lock is held on {name}.", rest]
+    waits = " or waits" if is_known else ""
+    none = f"No task with the id {name} holds a lock{waits}."
+    return [none, rest if len(name) >= WHOLE_ID else ONLY_SEEN]
 
 
 def _stored_state(app: Any, task_id: str) -> tuple[str, dict[str, Any]]:

@@ -43,8 +43,6 @@ LOCKS_UNKNOWN = "Which locks are held is unknown."
 CLAIMS_UNKNOWN = "Which claims exist is unknown."
 PROCESSES_UNKNOWN = "Which processes wait is unknown."
 TASKS_UNKNOWN = "Which tasks wait is unknown."
-NO_BACKEND = "Without a result backend the state of a task that has ended is not known."
-PENDING_TASK = "If this is a task, it is queued, in a worker that died, or unknown."
 REPLY_TIMEOUT = 1.0  # seconds in which a worker must answer
 
 
@@ -234,6 +232,11 @@ class WaitersView:
                 row["next_start"] = next_starts.get(row["resource"])
         return cls(sorted(by_worker), waiting, registered, visibility_timeout(app.conf), cause)
 
+    @property
+    def is_known(self) -> bool:
+        """Whether nobody waits but who is shown."""
+        return self.registered.is_known and bool(self.workers)
+
     def for_resource(self, resource: str) -> WaitersView:
         return self._only([row for row in self.waiting if resource in row["resources"]], [resource])
 
@@ -249,8 +252,11 @@ class WaitersView:
         registered = replace(of_all, processes=processes, wrong_type=wrong)
         return replace(self, waiting=waiting, registered=registered)
 
-    def tables(self, of: str = "") -> tuple[Table, Table]:
+    def tables(self, of: str = "") -> tuple[Table, ...]:
         """Return the processes, and the tasks that wait. of: the one resource that is shown."""
+        suffix = of and f" for {of}"
+        if not (self.registered.processes or self.waiting) and self.is_known:
+            return (Table((), (), f"Nothing waits{suffix}."),)
         asked, is_known = self.registered.asked, self.registered.is_known
         heads: Sequence[str] = ("RESOURCE", "RANK", "PROCESS", "PID", "WAITED", "NODES", "STATE")
         rows: Sequence[Sequence[str]] = [
@@ -261,9 +267,7 @@ class WaitersView:
             )
             for one in self.registered.processes
         ]  # fmt: skip
-        lock, suffix = of or "a lock", of and f" for {of}"
-        none = f"No processes are registered as waiters{suffix}."
-        none = none if is_known else PROCESSES_UNKNOWN
+        none = f"No process waits{suffix}." if is_known else PROCESSES_UNKNOWN
         processes = Table(heads, rows, none, spare=("PID", "NODES", "RANK"))
         heads = ("WAITS FOR", "TASK", "ID", "WORKER", "WAITED", "DEFERRALS", "TRIES IN", "WHY")
         rows = [
@@ -274,7 +278,7 @@ class WaitersView:
             )
             for row in self.waiting
         ]  # fmt: skip
-        none = f"No tasks wait for {lock}." if self.workers else TASKS_UNKNOWN
+        none = f"No task waits{suffix}." if self.workers else TASKS_UNKNOWN
         spare = ("DEFERRALS", "WORKER", "ID", "TRIES IN")
         return processes, Table(heads, rows, none, spare=spare)
 
