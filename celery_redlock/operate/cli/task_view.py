@@ -14,6 +14,7 @@ from typing import Any
 from celery.backends.base import DisabledBackend
 from celery.states import PENDING
 
+from celery_redlock import anchors
 from celery_redlock.lock.node_status import in_iso
 from celery_redlock.lock.platform.clock import SystemClock
 from celery_redlock.lock.reports import LockList, LockReport
@@ -77,13 +78,14 @@ class TaskView:
 
     def table(self) -> Table:
         """Return a table of one row, a fact a line."""
-        name = self.task and f"{self.task}[{self.task_id}]"
+        name, why = self.task and f"{self.task}[{self.task_id}]", self.reason
+        why = anchors.see(why, anchors.NO_QUORUM) if why.startswith("no quorum") else why
         facts = {
             "TASK": name or self.task_id,
             "STATE": self.state,
             "HOLDS" if self.holds else "WAITS FOR": ", ".join(self.resources),
             "HELD BY": self.holder,
-            "RENEWED" if self.holds else "WHY": self.reason,
+            "RENEWED" if self.holds else "WHY": why,
             "NEXT TRY": _moment(self.next_try) if self.next_try else "",
         }
         shown = {head: fact for head, fact in facts.items() if fact}
