@@ -182,9 +182,14 @@ def test_the_doctor_says_what_is_wrong_and_which_nodes_vote(
     assert "No problems found." not in lints
     assert [line for line in lints if line.startswith("warning  app: redlock_queues='celrey'")]
     assert [line for line in lints if line.startswith("advice   acks_late=False")]
+    explain = "celery redlock explain"
+    assert rest[-1] == f"1 warning found. See `{explain} doctor-reports-a-setting`"
     for node in mortal_nodes[:2]:
         node.kill()
-    assert command("doctor").exit_code == 1
+    told = command("doctor")
+    assert told.exit_code == 1
+    codes = f"`{explain} a-node-gives-no-vote` and `{explain} doctor-reports-a-setting`"
+    assert told.output.endswith(f"\n2 errors and 1 warning found. See {codes}\n")
     shown = in_json("doctor")
     assert (shown["nodes"]["voting"], shown["nodes"]["from"]) == (1, "redlock_nodes")
     assert len(shown["nodes"]["failing"]) == 2
@@ -203,6 +208,15 @@ def test_the_doctor_finds_no_problem_where_there_is_none(nodes: Nodes, tmp_path:
     ]
 
 
+def test_the_doctor_advises_against_two_nodes(make_stage: MakeStage, nodes: Nodes) -> None:
+    line = (
+        "advice   app: redlock_nodes=2 nodes: while one of them is away, no lock is granted: name "
+    )
+    for count in (2, 3):
+        make_stage(nodes[:count])
+        assert (line in command("doctor").output) == (count == 2)
+
+
 def test_a_node_that_nobody_has_used_is_new_and_not_silent_and_stays_so(
     make_stage: MakeStage,
 ) -> None:
@@ -212,6 +226,8 @@ def test_a_node_that_nobody_has_used_is_new_and_not_silent_and_stays_so(
         assert told.exit_code == 1  # the first lock would have to wait
         assert told.output.count("(redlock_nodes): new: will grant no lock for 61 s") == 3
         assert "restart guard" not in told.output
+        last = "3 warnings found. See `celery redlock explain restarted-and-new-nodes`"
+        assert told.output.splitlines()[-1] == last
         shown = in_json("doctor")["nodes"]
         assert (shown["new"], shown["silent"]) == (shown["names"], {})
         assert not any(node.client().keys("*") for node in new)  # to look is not to use
@@ -461,6 +477,8 @@ def test_a_task_for_which_no_quorum_votes_is_among_those_that_wait(
     (shown,) = eventually(lambda: in_json("show", "k:k")["waiters"]["waiting"])
     assert shown["reason"] == row["reason"]
     assert eventually(lambda: in_json("show", result.id)["task"]["reason"]) == row["reason"]
+    line = r"WHY +no quorum of 2 nodes \(.*\)\. See `celery redlock explain no-quorum`\n"
+    eventually(lambda: re.search(line, command("show", result.id).output))
 
     def is_told() -> bool:
         told = command("waiters").output
@@ -549,6 +567,11 @@ def test_breaking_a_permit_leaves_the_others_to_their_holders(stage: Stage, node
         one.lock("p", limit=2, wait=60),
         other.lock("p", limit=2, wait=60),
     ):
+        told = command("show", "p").output
+        for permit in range(2):  # one table, with what `--permit` takes
+            row = rf"^p \(permit {permit}\)  127\.0\.0\.1:\d+  \d+\.\d s$"
+            assert len(re.findall(row, told, re.MULTILINE)) >= 2, told
+        assert told.count("KEY EXPIRES IN") == 1
         (broken,) = in_json("break", "p", "--permit", "1", "--yes")["locks"]
         assert broken["lock"]["permit"] == 1
         assert [lock["permit"] for lock in in_json("locks")["locks"]] == [0]
@@ -633,7 +656,11 @@ def test_an_operator_sees_how_many_permits_are_taken(stage: Stage, nodes: Nodes)
         permits, plain = in_json("locks")["locks"]
         assert (permits["used"], permits["limit"]) == (1, 3)
         assert (plain["used"], plain["limit"]) == (1, 1)
-        assert re.search(r"p .*, 2 needed  1 of 3\nplain .*, 2 needed\n", command("locks").output)
+        rows = r"p \(permit 0\) .*, 2 needed  1 of 3\nplain .*, 2 needed\n"
+        assert re.search(rows, command("locks").output)
+        for pattern, shown in (("p", ["p"]), ("pl*", ["plain"]), ("l", [])):
+            assert [one["resource"] for one in in_json("locks", pattern)["locks"]] == shown
+        assert command("locks", "l").output == "No lock is held on l.\n"
         assert "PERMITS" not in command("show", "plain").output
     stage.see_freed("p", "plain")
     assert "PERMITS" not in command("locks").output
@@ -663,7 +690,8 @@ def test_the_nodes_are_shown_and_a_quorum_that_is_away_is_told_by_the_exit_statu
         node.kill()
     told = command("status")
     assert told.exit_code == 1
-    assert "1 of 3 nodes vote, 2 needed" in told.output
+    line = "1 of 3 nodes vote, 2 needed. See `celery redlock explain no-quorum`"
+    assert told.output.splitlines()[-1] == line
     away = in_json("status")["nodes"][0]
     assert (away["votes"], "refused" in away["error"]) == (False, True)
 
@@ -814,6 +842,7 @@ def test_without_a_quorum_no_command_says_that_no_lock_is_held(
         told = command(*words)
         assert told.exit_code == 2, words
         assert "1 of 3 nodes answered, 2 needed" in told.output, words
+        assert told.output.endswith(" See `celery redlock explain no-quorum`\n"), words
         assert not re.search("No (lock|process|task|claim)|Nothing", told.output), words
         unknown = [line for line in told.output.splitlines() if line.endswith("is unknown.")]
         assert unknown, words

@@ -11,11 +11,13 @@ import getpass
 import json
 import socket
 from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
 import click
 from redis import RedisError
 
+from celery_redlock import anchors
 from celery_redlock.label import escaped
 from celery_redlock.lock.claims import delete_claim
 from celery_redlock.lock.client import Redlock
@@ -66,22 +68,29 @@ def status(ctx: click.Context, as_json: bool) -> None:
     The exit status is 1 without a quorum.
     """
     nodes = redlock_of(app_from(ctx)).status()
-    print_result(as_json, as_data(nodes), views.node_table(nodes), quorum_line(nodes))
+    line = quorum_line(nodes)
+    line = line if nodes.has_quorum else anchors.see(line, anchors.NO_QUORUM)
+    print_result(as_json, as_data(nodes), views.node_table(nodes), line)
     if not nodes.has_quorum:
         ctx.exit(1)
 
 
 @redlock.command()
+@click.argument("pattern", default="*", callback=named)
 @as_json
 @click.pass_context
-def locks(ctx: click.Context, as_json: bool) -> None:
-    """Show all locks with their holders, and the used starts of rates.
+def locks(ctx: click.Context, pattern: str, as_json: bool) -> None:
+    """Show locks with their holders, and the used starts of rates.
 
-    The exit status is 2 if too few nodes answer for all locks to be known.
+    PATTERN, such as "stock:*", selects resources. The exit status is 2 if too few nodes answer for
+    all locks to be known.
     """
     sight = redlock_of(app_from(ctx)).locks()
+    names = {lock.resource for lock in sight.locks} | {rate.resource for rate in sight.rates}
+    sight = sight.of({one for one in names if one == pattern or fnmatchcase(one, pattern)})
     lines = (*failing_lines(sight.failing), *views.unknown_lines(sight))
-    print_result(as_json, as_data(sight), *views.lock_tables(sight), *lines)
+    none = "No locks are held." if pattern == "*" else f"No lock is held on {pattern}."
+    print_result(as_json, as_data(sight), *views.lock_tables(sight, none), *lines)
     if not sight.is_known:
         ctx.exit(EXIT_UNKNOWN)
 
@@ -131,7 +140,7 @@ def show(ctx: click.Context, name: str, as_json: bool) -> None:
         parts.insert(0, task.table())
     elif is_found or not sight.is_known:
         none = f"No lock is held on {name}." if sight.is_known else views.LOCKS_UNKNOWN
-        votes = (views.vote_table(lock, sight) for lock in locks)
+        votes = [views.vote_table(sight, locks)] if locks else []
         parts = [*([] if locks else [none]), *parts, *votes, *waiting.tables(name)]
     else:
         parts = [*nothing_found(app, name, everyone.is_known)]
@@ -373,11 +382,24 @@ def doctor(ctx: click.Context, as_json: bool) -> None:
         level = ERROR if node.error else "ok" if node.votes else WARNING
         lines.append(f"{level:<7}  {node.node} ({nodes_from}): {views.vote_of(node, nodes)}")
     lines += [f"{one.level:<7}  {one}" for one in lints]
-    if nodes.voting == len(nodes.nodes) and all(one.level == ADVICE for one in lints):
-        lines.append("No problems found.")
+    lines.append(_summary(nodes, lints))
     print_result(as_json, {"nodes": found, "lints": as_data(lints)}, *lines)
     if not nodes.has_quorum or any(one.level == ERROR for one in lints):
         ctx.exit(1)
+
+
+def _summary(nodes: NodeList, lints: Sequence[Lint]) -> str:
+    """Return how many problems there are, and what explains them."""
+    failing = [node.error for node in nodes.nodes if node.error]
+    without_vote = len(nodes.nodes) - nodes.voting - len(failing)
+    levels = [*(one.level for one in lints), *[ERROR] * len(failing), *[WARNING] * without_vote]
+    counted = [(levels.count(one), one) for one in (ERROR, WARNING)]
+    counts = [f"{count} {level}{'s' * (count > 1)}" for count, level in counted if count]
+    if not counts:
+        return "No problems found."
+    codes = [anchors.NODE_FAILS] * bool(failing) + [anchors.NODE_RESTARTED] * (without_vote > 0)
+    codes += [anchors.DOCTOR_REPORTS] * any(one.level != ADVICE for one in lints)
+    return anchors.see(f"{' and '.join(counts)} found", " and ".join(codes))
 
 
 def _lints_of_nodes(redlock: Redlock, status: NodeList) -> Iterator[Lint]:
@@ -386,6 +408,9 @@ def _lints_of_nodes(redlock: Redlock, status: NodeList) -> Iterator[Lint]:
         if one.policy not in ("", "noeviction"):
             setting = f"{one.node}: maxmemory-policy"
             yield Lint(WARNING, setting, one.policy, EVICTS_LOCKS)
+    if len(status.nodes) == 2:
+        hint = "while one of them is away, no lock is granted: name three"
+        yield Lint(ADVICE, "app: redlock_nodes", "2 nodes", hint)
     for server in redlock.session.nodes.all:
         for setting, value, hint in server.address.doubts(PATIENCE):
             yield Lint(WARNING, f"{server.name}: {setting}", value, hint)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any
 
+from celery_redlock import anchors
 from celery_redlock.errors import abstention_cause
 from celery_redlock.lock.platform.clock import SystemClock
 from celery_redlock.lock.reports import (
@@ -80,12 +81,13 @@ def node_table(nodes: NodeList) -> Table:
 
 
 def lock_name(lock: LockReport) -> str:
-    """Return the resource of a lock, with the permit if it is not the first one."""
-    return f"{lock.resource} (permit {lock.permit})" if lock.permit else lock.resource
+    """Return the resource of a lock, with its permit, as `break --permit` takes it."""
+    has_permits = lock.permit or lock.limit > 1
+    return f"{lock.resource} (permit {lock.permit})" if has_permits else lock.resource
 
 
-def lock_tables(sight: LockList) -> list[Table]:
-    """Return a table of the locks, and one of the rates if any is used."""
+def lock_tables(sight: LockList, none: str = "No locks are held.") -> list[Table]:
+    """Return a table of the locks, and one of the rates if any is used. none: said of no locks."""
     rows, heads = [], [*LOCK_HEADS]
     is_semaphore = any(lock.limit > 1 for lock in sight.locks)
     not_held = "not held: no quorum" if sight.is_known else "unknown: no quorum answers"
@@ -101,7 +103,7 @@ def lock_tables(sight: LockList) -> list[Table]:
         row += [f"{lock.used} of {lock.limit}" if lock.limit > 1 else ""] * is_semaphore
         rows.append(row)
     heads += ["PERMITS"] * is_semaphore
-    none = "No locks are held." if sight.is_known else LOCKS_UNKNOWN
+    none = none if sight.is_known else LOCKS_UNKNOWN
     spare = ("VOTES", "RENEWED", "WORKER", "ID", "VALID FOR")
     locks = Table(heads, rows, none, spare=spare)
     return [locks, *([rate_table(sight.rates)] if sight.rates else [])]
@@ -121,10 +123,17 @@ def _next_start(rate: RateReport) -> str:
     return f"in {format_duration(rate.next_start_in)}" if rate.next_start_in else "now"
 
 
-def vote_table(lock: LockReport, sight: LockList) -> Table:
-    """Return a table of the nodes that have the key of a lock, and of those that failed."""
-    rows = [(node, format_duration(left)) for node, left in lock.votes.items()]
-    return Table(("NODE", "KEY EXPIRES IN"), [*rows, *sight.failing.items()], "")
+def vote_table(sight: LockList, locks: Sequence[LockReport]) -> Table:
+    """Return a table of the nodes that have the keys of locks, and of those that failed."""
+    rows = [
+        (lock_name(lock), node, format_duration(left))
+        for lock in locks
+        for node, left in lock.votes.items()
+    ]
+    rows += [("", node, cause) for node, cause in sight.failing.items()]
+    heads = ("RESOURCE", "NODE", "KEY EXPIRES IN")
+    first = 0 if len(locks) > 1 else 1  # of one lock its name stands above
+    return Table(heads[first:], [row[first:] for row in rows], "")
 
 
 def claim_table(sight: ClaimList) -> Table:
@@ -175,7 +184,8 @@ def unknown_lines(sight: LockList | WaitingList | ClaimList) -> list[str]:
         return []
     answered = sight.asked - len(sight.failing)
     text = f"{answered} of {sight.asked} nodes answered, {sight.needed} needed"
-    return [f"{text}: locks and waiting tasks may be missing here"]
+    text = f"{text}: locks and waiting tasks may be missing here"
+    return [anchors.see(text, anchors.NO_QUORUM)]
 
 
 def ask_workers(app: Any, command: str) -> tuple[dict[str, Any], str]:
