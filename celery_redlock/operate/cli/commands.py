@@ -390,14 +390,15 @@ def doctor(ctx: click.Context, as_json: bool) -> None:
 
 def _summary(nodes: NodeList, lints: Sequence[Lint]) -> str:
     """Return how many problems there are, and what explains them."""
-    failing = [node.error for node in nodes.nodes if node.error]
-    without_vote = len(nodes.nodes) - nodes.voting - len(failing)
-    levels = [*(one.level for one in lints), *[ERROR] * len(failing), *[WARNING] * without_vote]
+    silent = [node for node in nodes.nodes if not node.votes]
+    levels = [one.level for one in lints]
+    levels += [ERROR if node.error else WARNING for node in silent]
     counted = [(levels.count(one), one) for one in (ERROR, WARNING)]
     counts = [f"{count} {level}{'s' * (count > 1)}" for count, level in counted if count]
     if not counts:
         return "No problems found."
-    codes = [anchors.NODE_FAILS] * bool(failing) + [anchors.NODE_RESTARTED] * (without_vote > 0)
+    waits = [not node.error and node.role == "master" for node in silent]  # a grace period
+    codes = [anchors.NODE_FAILS] * (False in waits) + [anchors.NODE_RESTARTED] * (True in waits)
     codes += [anchors.DOCTOR_REPORTS] * any(one.level != ADVICE for one in lints)
     return anchors.see(f"{' and '.join(counts)} found", " and ".join(codes))
 
