@@ -10,7 +10,7 @@ import re
 import shutil
 import textwrap
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -37,6 +37,8 @@ _ROW = re.compile(r"^\| (`.+`) \| `(\w+)` \| (.+) \|$", re.MULTILINE)
 _NAME = re.compile(r"(?<!\w)'\S*")  # of a resource, which another text has not
 _ANCHOR = re.compile(r"#([\w-]+)\)")
 _LINK = re.compile(r"\[([^\]]+)\]\([^)]*\)")
+_SECTION_LINK = re.compile(r"(?:the section )?\[([^\]]+)\]\([^)#]*#([\w-]+)\)")
+_HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 _FENCE = re.compile(r"^(```.*?^```)$", re.DOTALL | re.MULTILINE)
 _CELLS = re.compile(r" *\| *")
 _ITEM = re.compile(r"\n(?=- |\d+\. )")
@@ -69,8 +71,9 @@ def explain(code: str | None, as_json: bool) -> None:
         chosen = list(known.values())
     else:
         chosen = [find_passage(code, known)]
+        text = with_commands(chosen[0].text, known)
         width = min(shutil.get_terminal_size().columns, WIDEST)
-        *shown, _ = as_plain(chosen[0].text, width)  # without the last empty line
+        *shown, _ = as_plain(text, width)  # without the last empty line
     print_result(as_json, {"passages": as_data(chosen)}, *shown)
 
 
@@ -134,6 +137,19 @@ def _words(*texts: str) -> list[tuple[str, ...]]:
     return [*{(one,) for one in words} | set(pairwise(words))]
 
 
+def with_commands(text: str, known: Container[str]) -> str:
+    """Return Markdown with the command that prints a passage in the place of a link to it."""
+
+    def command(link: re.Match[str]) -> str:
+        title, code = link.groups()
+        if code not in known or code in map(anchor_of, _HEADING.findall(text)):
+            return link[0]
+        told = f"`celery redlock explain {code}`"
+        return told if anchor_of(title) == code else f"{title} ({told})"
+
+    return _SECTION_LINK.sub(command, text)
+
+
 def anchor_of(title: str) -> str:
     """Return the anchor that GitHub, and the site as it does, gives a heading."""
     return re.sub(r"[^\w\- ]", "", title.strip().lower()).replace(" ", "-")
@@ -174,5 +190,7 @@ def as_plain(text: str, width: int) -> Iterator[str | Table]:
                 for item in _ITEM.split(block):
                     words = " ".join(item.lstrip("# ").split())
                     indent = "  " if item.startswith("- ") else ""
-                    yield from textwrap.wrap(words, width, subsequent_indent=indent)
+                    yield from textwrap.wrap(
+                        words, width, subsequent_indent=indent, break_on_hyphens=False
+                    )
             yield ""
