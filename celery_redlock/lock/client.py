@@ -40,6 +40,7 @@ from celery_redlock.lock.validation import (
     check_rates,
     check_resources,
     check_seconds,
+    check_text,
     check_ttl,
     check_wait,
 )
@@ -169,6 +170,8 @@ class Redlock:
 
         Without a resource it reads the names of all keys of the nodes' databases.
         """
+        if resource is not None:
+            self._check("locks", resource)
         return list_locks(self.session, resource)
 
     def rates(self, resource: str | None = None) -> tuple[RateReport, ...]:
@@ -181,6 +184,7 @@ class Redlock:
         The answer may be old once it arrives: to act on a free lock, acquire it. Raises
         QuorumUnreachable if too few nodes answer to know.
         """
+        self._check("holder", resource)
         sight = self.locks(resource)
         held = next((lock for lock in sight.locks if lock.held), None)
         if held is None and not sight.is_known:
@@ -193,6 +197,8 @@ class Redlock:
 
         In order. Of a worker it is the process; `celery redlock waiters` also asks for its tasks.
         """
+        if resource is not None:
+            self._check("waiters", resource)
         return list_waiting(self.session, resource)
 
     def break_lock(self, resource: str) -> BreakReport:
@@ -201,6 +207,7 @@ class Redlock:
         A holder is not stopped: its body runs on until its next renewal, and another one may run
         beside it. Nothing is broken of a resource that nobody holds.
         """
+        self._check("break_lock", resource)
         sight = self.locks(resource)
         locks = tuple(break_lock(self.session, lock) for lock in sight.locks if lock.value)
         rates = tuple(break_rate(self.session, rate) for rate in sight.rates)
@@ -211,6 +218,7 @@ class Redlock:
 
         It reads the names of all keys of the nodes' databases.
         """
+        self._check("claims", pattern, "pattern")
         return list_claims(self.session, pattern)
 
     def end_claim(self, resource: str) -> tuple[EndedClaim, ...]:
@@ -218,8 +226,12 @@ class Redlock:
 
         resource: as a `ClaimReport` names it. The message of an earlier send runs all the same.
         """
+        self._check("end_claim", resource)
         claims = [one for one in self.claims().claims if one.resource == resource]
         return tuple(delete_claim(self.session, claim) for claim in claims)
+
+    def _check(self, method: str, text: object, name: str = "resource") -> None:
+        check_text(f"{type(self).__name__}.{method}", name, text)  # None would be every resource
 
     def trust(self) -> None:
         """Let every reachable node vote at once. The operator confirms that no lock is held now.

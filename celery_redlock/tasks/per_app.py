@@ -7,8 +7,11 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+from celery import Celery
+from celery.local import Proxy
 from celery.utils.functional import noop
 
+from celery_redlock.errors import SettingsError
 from celery_redlock.lock.client import Redlock
 from celery_redlock.tasks.settings.app import AppSettings
 from celery_redlock.tasks.settings.levels import find_nodes, read_app
@@ -41,6 +44,14 @@ def settings_of(app: Any) -> AppSettings:
         if settings.nodes:
             _settings[app] = settings
     return settings
+
+
+def redlock_of_given(app: Any) -> Redlock:
+    """Return the `Redlock` of what a caller gives as an app; also of `celery.current_app`."""
+    app = app._get_current_object() if type(app) is Proxy else app
+    if not isinstance(app, Celery):
+        raise SettingsError("Redlock.of", "app", repr(app), "must be a Celery app")
+    return redlock_of(app)
 
 
 def redlock_of(app: Any) -> Redlock:

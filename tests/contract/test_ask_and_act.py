@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from celery import Celery
+from celery import Celery, current_app
 
 from celery_redlock import LockLost, QuorumUnreachable, Redlock, SettingsError, send_unique
 from celery_redlock.lock.claims import delete_claim
@@ -137,6 +137,24 @@ class TestBreak:
         assert (found.locks, found.rates, found.is_complete) == ((), (), True)
 
 
+ASKS_FOR_ALL = "locks", "rates", "waiters"  # if it gets no name
+
+
+@pytest.mark.parametrize("method", [*ASKS_FOR_ALL, "holder", "break_lock", "claims", "end_claim"])
+def test_what_is_no_single_name_is_refused_and_changes_nothing(
+    redlock: Redlock, method: str
+) -> None:
+    with redlock.lock("r", rate="1/h", wait=60) as lock:
+        settle(redlock)
+        for given in ("", 7, b"r", ["r"], ("r", "s"), *([None] * (method not in ASKS_FOR_ALL))):
+            with pytest.raises(SettingsError, match="must be one text, not empty") as refused:
+                getattr(redlock, method)(given)
+            name = "pattern" if method == "claims" else "resource"
+            assert refused.value.name == name
+        lock.extend()
+        assert redlock.rates("r")[0].used == 1
+
+
 class TestOnLost:
     @staticmethod
     def held(redlock: Redlock, on_lost: Any) -> Lock:
@@ -187,6 +205,15 @@ class TestAnApps:
     def test_it_is_the_one_that_its_tasks_use(self, app: Celery) -> None:
         assert Redlock.of(app) is redlock_of(app)
         assert Redlock.of(app).status().has_quorum
+
+    def test_the_current_app_is_an_app(self, app: Celery) -> None:
+        app.set_current()
+        assert Redlock.of(current_app) is redlock_of(app)
+
+    @pytest.mark.parametrize("given", [None, "shop", 7])
+    def test_nothing_else_is_one(self, given: Any) -> None:
+        with pytest.raises(SettingsError, match="must be a Celery app"):
+            Redlock.of(given)
 
     def test_without_nodes_it_says_so(self) -> None:
         app = Celery("bare", broker="memory://", set_as_default=False)
