@@ -107,7 +107,9 @@ class Redlock:
     def of(cls, app: Any) -> Redlock:
         """Return the `Redlock` of a Celery app in this process: the one that its tasks use.
 
-        The app keeps it, and closes it. Raises SettingsError, also if no setting names a node.
+        The app keeps it, and closes it. Your own `close` ends the locks of all tasks that run in
+        this process; the next use by the app makes another one. Raises SettingsError, also if no
+        setting names a node.
         """
         return own_of_app(app)
 

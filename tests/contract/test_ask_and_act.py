@@ -206,6 +206,18 @@ class TestAnApps:
         assert Redlock.of(app) is redlock_of(app)
         assert Redlock.of(app).status().has_quorum
 
+    def test_after_its_user_closed_it_the_app_makes_another_one(self, app: Celery) -> None:
+        with Redlock.of(app) as first:
+            settle(first)
+        second = Redlock.of(app)
+        settle(second)
+        assert second is not first
+        assert Redlock.of(app) is second
+        with second.lock("r", wait=60):
+            assert second.status().has_quorum
+        sends = [send_unique(app, "shop.take", resource="r", unique_for=600.0) for _ in range(2)]
+        assert [sent.is_duplicate for sent in sends] == [False, True]
+
     def test_the_current_app_is_an_app(self, app: Celery) -> None:
         app.set_current()
         assert Redlock.of(current_app) is redlock_of(app)
