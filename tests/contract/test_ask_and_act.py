@@ -137,6 +137,20 @@ class TestBreak:
         assert (found.locks, found.rates, found.is_complete) == ((), (), True)
 
 
+@pytest.mark.parametrize("method", ["rates", "break_lock", "end_claim"])
+def test_too_few_nodes_cannot_say_that_there_is_nothing(mortal_nodes: Nodes, method: str) -> None:
+    with Redlock([node.url for node in mortal_nodes]) as redlock:
+        mortal_nodes[0].kill()
+        found = getattr(redlock, method)("r")
+        assert (
+            (found.locks, found.is_complete) == ((), True) if method == "break_lock" else not found
+        )
+        mortal_nodes[1].kill()
+        with pytest.raises(QuorumUnreachable, match="refused") as unknown:
+            getattr(redlock, method)("r")
+    assert (unknown.value.resource, len(unknown.value.causes)) == ("r", 2)
+
+
 ASKS_FOR_ALL = "locks", "rates", "waiters"  # if it gets no name
 
 
