@@ -8,7 +8,7 @@ import os
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from celery_redlock.errors import LockLost, QuorumUnreachable, SettingsError
 from celery_redlock.lock.claims import delete_claim, list_claims
@@ -21,6 +21,7 @@ from celery_redlock.lock.node_status import read_nodes
 from celery_redlock.lock.platform.clock import platform_for
 from celery_redlock.lock.platform.threads import is_patched_by_eventlet, uninterruptible
 from celery_redlock.lock.reports import (
+    Answers,
     BreakReport,
     ClaimList,
     EndedClaim,
@@ -46,6 +47,7 @@ from celery_redlock.lock.validation import (
 )
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 def _without_celery(app: Any) -> Redlock:
@@ -107,7 +109,9 @@ class Redlock:
     def of(cls, app: Any) -> Redlock:
         """Return the `Redlock` of a Celery app in this process: the one that its tasks use.
 
-        The app keeps it, and closes it. Raises SettingsError, also if no setting names a node.
+        The app keeps it, and closes it. Your own `close` ends the locks of all tasks that run in
+        this process; the next use by the app makes another one. Raises SettingsError, also if no
+        setting names a node.
         """
         return own_of_app(app)
 
@@ -175,8 +179,12 @@ class Redlock:
         return list_locks(self.session, resource)
 
     def rates(self, resource: str | None = None) -> tuple[RateReport, ...]:
-        """Return the rates of which starts are used: those of `locks`."""
-        return self.locks(resource).rates
+        """Return the rates of which starts are used: those of `locks`.
+
+        Raises QuorumUnreachable if it finds none, and too few nodes answer to know.
+        """
+        sight = self.locks(resource)
+        return self._known(sight.rates, sight, resource)
 
     def holder(self, resource: str) -> LockReport | None:
         """Return the lock that is held on a resource, None if it is free; of permits the first.
@@ -187,10 +195,7 @@ class Redlock:
         self._check("holder", resource)
         sight = self.locks(resource)
         held = next((lock for lock in sight.locks if lock.held), None)
-        if held is None and not sight.is_known:
-            causes = [f"{node}: {cause}" for node, cause in sight.failing.items()]
-            raise QuorumUnreachable(resource, causes, sight.needed)
-        return held
+        return self._known(held, sight, resource)
 
     def waiters(self, resource: str | None = None) -> WaitingList:
         """Return all processes that wait for a lock or a start, or those of one resource.
@@ -205,10 +210,11 @@ class Redlock:
         """Take a resource from its holders, give its starts back, and return what was broken.
 
         A holder is not stopped: its body runs on until its next renewal, and another one may run
-        beside it. Nothing is broken of a resource that nobody holds.
+        beside it. Nothing is broken of a resource that nobody holds. Raises as `rates` does.
         """
         self._check("break_lock", resource)
         sight = self.locks(resource)
+        self._known(sight.locks or sight.rates, sight, resource)
         locks = tuple(break_lock(self.session, lock) for lock in sight.locks if lock.value)
         rates = tuple(break_rate(self.session, rate) for rate in sight.rates)
         return BreakReport(resource, locks, rates, sight.needed)
@@ -225,10 +231,22 @@ class Redlock:
         """End the claims of all tasks on a resource, so that the next send is no duplicate.
 
         resource: as a `ClaimReport` names it. The message of an earlier send runs all the same.
+        Raises as `rates` does.
         """
         self._check("end_claim", resource)
-        claims = [one for one in self.claims().claims if one.resource == resource]
+        sight = self.claims()
+        claims = [one for one in sight.claims if one.resource == resource]
+        self._known(claims, sight, resource)
         return tuple(delete_claim(self.session, claim) for claim in claims)
+
+    def _known(self, found: T, sight: Answers, resource: str | None) -> T:
+        """Return what was found; raise QuorumUnreachable if that is nothing, and may be wrong."""
+        if not found and not sight.is_known:
+            causes = [f"{node}: {cause}" for node, cause in sight.failing.items()]
+            raise QuorumUnreachable(
+                resource or f"every lock under {self.prefix!r}", causes, sight.needed
+            )
+        return found
 
     def _check(self, method: str, text: object, name: str = "resource") -> None:
         check_text(f"{type(self).__name__}.{method}", name, text)  # None would be every resource

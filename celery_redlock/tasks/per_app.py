@@ -55,19 +55,20 @@ def redlock_of_given(app: Any) -> Redlock:
 
 
 def redlock_of(app: Any) -> Redlock:
-    """Return the app's `Redlock` in this process, made at the first call.
+    """Return the app's `Redlock` in this process, made at the first call, and again once closed.
 
     It connects with its first lock, so a worker that forks has no open connection; a forked child
     connects anew by itself. Raises SettingsError, also if no setting names a node.
     """
     redlock = _redlocks.get(app)
-    if redlock is None:
+    if redlock is None or redlock.session.is_closed:
         settings = settings_of(app)
         if not settings.nodes:
             find_nodes(app.conf)  # raises
         with _making:
             redlock = _redlocks.get(app)
-            if redlock is None:
+            if redlock is None or redlock.session.is_closed:
+                _redlocks.pop(app, None)
                 made = Redlock(
                     settings.nodes,
                     prefix=settings.prefix,

@@ -137,6 +137,20 @@ class TestBreak:
         assert (found.locks, found.rates, found.is_complete) == ((), (), True)
 
 
+@pytest.mark.parametrize("method", ["rates", "break_lock", "end_claim"])
+def test_too_few_nodes_cannot_say_that_there_is_nothing(mortal_nodes: Nodes, method: str) -> None:
+    with Redlock([node.url for node in mortal_nodes]) as redlock:
+        mortal_nodes[0].kill()
+        found = getattr(redlock, method)("r")
+        assert (
+            (found.locks, found.is_complete) == ((), True) if method == "break_lock" else not found
+        )
+        mortal_nodes[1].kill()
+        with pytest.raises(QuorumUnreachable, match="refused") as unknown:
+            getattr(redlock, method)("r")
+    assert (unknown.value.resource, len(unknown.value.causes)) == ("r", 2)
+
+
 ASKS_FOR_ALL = "locks", "rates", "waiters"  # if it gets no name
 
 
@@ -205,6 +219,18 @@ class TestAnApps:
     def test_it_is_the_one_that_its_tasks_use(self, app: Celery) -> None:
         assert Redlock.of(app) is redlock_of(app)
         assert Redlock.of(app).status().has_quorum
+
+    def test_after_its_user_closed_it_the_app_makes_another_one(self, app: Celery) -> None:
+        with Redlock.of(app) as first:
+            settle(first)
+        second = Redlock.of(app)
+        settle(second)
+        assert second is not first
+        assert Redlock.of(app) is second
+        with second.lock("r", wait=60):
+            assert second.status().has_quorum
+        sends = [send_unique(app, "shop.take", resource="r", unique_for=600.0) for _ in range(2)]
+        assert [sent.is_duplicate for sent in sends] == [False, True]
 
     def test_the_current_app_is_an_app(self, app: Celery) -> None:
         app.set_current()
