@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import pickle
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +17,8 @@ from celery_redlock import LockLost, QuorumUnreachable, Redlock, SettingsError, 
 from celery_redlock.lock.claims import delete_claim
 from celery_redlock.lock.lock import Lock
 from celery_redlock.lock.model.keys import lock_key
+from celery_redlock.lock.transport.command import text_of
+from celery_redlock.operate.cli.group import as_data
 from celery_redlock.tasks.per_app import redlock_of
 from tests.conftest import PATIENCE, TTL, Nodes, eventually, is_free, settle, settled
 from tests.contract.conftest import MAJORITY, REDIS_SERVER
@@ -110,13 +113,23 @@ def test_waiters_of_one_resource_are_those_for_its_lock_and_its_rate(
             assert all(wait.result(60) for wait in waits)
 
 
-def test_a_report_becomes_json(redlock: Redlock) -> None:
+def test_reports_become_the_json_of_the_commands(redlock: Redlock, app: Celery) -> None:
+    send_unique(app, "shop.take", resource="r", unique_for=600.0)
+    settle(redlock_of(app))
     with redlock.lock("r", rate="1/h", wait=60):
         settle(redlock)
-        found = redlock.locks("r")
-    assert [rate.used for rate in redlock.rates()] == [1]
-    made = json.loads(json.dumps(dataclasses.asdict(found), default=str))
-    assert (made["locks"][0]["resource"], made["rates"][0]["rate"]) == ("r", "1/h")
+        assert [rate.used for rate in redlock.rates()] == [1]
+        (claim,) = (claims := redlock.claims()).claims
+        (lock,) = (locks := redlock.locks("r")).locks
+        given = claims, locks, redlock.waiters(), redlock.status(), redlock.break_lock("r")
+    for report in (*given, *redlock.end_claim("r")):
+        text = json.dumps(dataclasses.asdict(report))
+        assert json.loads(text) == as_data(report)
+        assert text_of(lock.value) not in text
+        assert claim.token not in text
+        assert pickle.loads(pickle.dumps(report)) == report
+    assert locks.of(["r"]) == locks
+    assert (locks.of([]).locks, locks.of([]).is_known) == ((), True)
 
 
 class TestBreak:
