@@ -171,6 +171,16 @@ class TestTimeoutsAndIsolation:
             for one in crowd:
                 one.result()
 
+    def test_a_default_isolation_that_changes_behind_a_pooler_costs_no_lock(
+        self, node: PostgresNode, pool_of: Pooler
+    ) -> None:
+        with over(pool_of.url) as redlock, redlock.lock("r", ttl=TTL, wait=60) as lock:
+            node.query("ALTER DATABASE postgres SET default_transaction_isolation = 'serializable'")
+            assert node.query(f"SELECT pg_terminate_backend(pid) {OURS}")
+            see_renewal(lock)
+            with redlock.lock("other", ttl=TTL, wait=60):
+                see_renewal(lock)
+
     @pytest.mark.parametrize("code", ["40001", "40P01", "55P03", "57014"])
     def test_a_call_that_must_be_repeated_is_sent_once_more_and_then_it_is_no_vote(
         self, node: PostgresNode, code: str

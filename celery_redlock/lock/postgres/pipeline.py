@@ -19,6 +19,7 @@ from psycopg import pq
 from celery_redlock.lock.platform.clock import SystemClock
 from celery_redlock.lock.platform.threads import gevent_here, new_poll
 from celery_redlock.lock.postgres.errors import (
+    ISOLATION,
     NOT_REPLICATED,
     error_of,
     is_not_replicated,
@@ -159,6 +160,8 @@ class Pipeline:
             self._reply = result.get_value(0, 2)
         elif status == pq.ExecStatus.FATAL_ERROR and not self._error:
             self._error = error_of(result)
+            # behind a pooler the server's default may have changed since the connect
+            self._isolates = self._isolates or self._error.startswith(ISOLATION)
         elif status == pq.ExecStatus.PIPELINE_SYNC:
             return True
         return False
