@@ -230,7 +230,8 @@ def test_django(example: Callable[..., Example]) -> None:
     shop = example("django_shop")
     shop.env["DJANGO_SETTINGS_MODULE"] = "proj.settings"
     code = "def {}(order_id):\n    work(f'{}{{order_id}}')\n"
-    shop.replace("orders/warehouse.py", code.format("pick", "") + code.format("ship", "ship-"))
+    codes = (code.format(*one) for one in (("pick", ""), ("ship", "ship-"), ("take_back", "back-")))
+    shop.replace("orders/warehouse.py", "".join(codes))
     shop.append("proj/settings.py", f"\nCELERY_REDLOCK_NODE_TIMEOUT = {NODE_TIMEOUT}\n")
     manage = (sys.executable, "manage.py")
     shop.run(*manage, "migrate")
@@ -266,8 +267,8 @@ def test_django(example: Callable[..., Example]) -> None:
     assert rows(data, "SELECT pieces FROM orders_stock ORDER BY sku") == [0, 4]
     assert rows(data, "SELECT state FROM orders_order") == ["taken"] * 3
 
-    def ship(order: str) -> int:
-        return web.post(f"/orders/{order}/ship/").status_code
+    def ship(order: str, verb: str = "ship") -> int:
+        return web.post(f"/orders/{order}/{verb}/").status_code
 
     assert [ship(first), ship(first), ship(second)] == [202, 409, 202]
     for one in (first, second):
@@ -280,6 +281,15 @@ def test_django(example: Callable[..., Example]) -> None:
     assert len(shop.lines("begin", f"ship-{first}")) == 1
     assert sorted(rows(data, "SELECT state FROM orders_order")) == ["shipped"] * 2 + ["taken"]
 
+    # the view that writes: one message a click that changes the row, and 409 for the others
+    assert [ship(one, "return") for one in (first, first, other)] == [202, 409, 409]
+    shop.see_begin(f"back-{first}")
+    assert ship(first, "return") == 409
+    shop.let_go(f"back-{first}")
+    eventually(lambda: states() == ["SUCCESS"] * 7)
+    assert ship(first, "return") == 409
+    assert rows(data, f"SELECT state FROM orders_order WHERE id = {first}") == ["returned"]
+
 
 @needs("flask")
 @pytest.mark.parametrize("change", ["the base class", "a setting alone"])
@@ -289,7 +299,8 @@ def test_flask(example: Callable[..., Example], change: str) -> None:
     As on the page: either FlaskTask is a LockedTask, or `redlock_tasks` names the tasks.
     """
     shop = example("flask_shop")
-    shop.replace("task_app/warehouse.py", "def pick(sku, pieces):\n    work(sku)\n")
+    quick = "def put_back(sku, pieces):\n    write('back', sku)\n"
+    shop.replace("task_app/warehouse.py", "def pick(sku, pieces):\n    work(sku)\n" + quick)
     shop.env["FLASK_CELERY__redlock_node_timeout"] = f"{NODE_TIMEOUT}"
     shop.env["FLASK_GREETING"] = "Thanks"
     if change == "a setting alone":
@@ -325,6 +336,9 @@ def test_flask(example: Callable[..., Example], change: str) -> None:
     shop.see_begin("sku-7")
     second = order("sku-7", 3)
     eventually(lambda: state(second) == "DEFERRED")
+    refused = web.post("/stock/sku-7/4")
+    assert (refused.status_code, refused.json()) == (409, {"error": "sku-7 is in use, try again"})
+    assert web.post("/stock/sku-8/4").status_code == 200
     said = shop.run(*PYTHON, "celery", "-A", "make_celery", "call", "task_app.tasks.thank",
                     "--args", '["ann"]')  # fmt: skip
     assert shop.see_result(said.strip()) == "Thanks, ann"
@@ -333,6 +347,10 @@ def test_flask(example: Callable[..., Example], change: str) -> None:
     assert shop.see_result(first) == "Thanks: 2 of sku-7"
     assert shop.see_result(second) == "Thanks: 3 of sku-7"
     shop.see_no_overlap("sku-7", 2)
+    assert len(shop.lines("back", "sku-7")) == 0
+    for node in list(shop.nodes)[:2]:
+        node.kill()
+    assert web.post("/stock/sku-7/4").status_code == 503
 
 
 SLOW_WAREHOUSE = """
