@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 
 from celery_redlock.testing import EmbeddedNode, WorkerProcess
-from tests.conftest import NODE_TIMEOUT, TTL, Nodes, eventually
+from tests.conftest import NODE_TIMEOUT, TTL, Nodes, eventually, paused
 from tests.integration.conftest import ROOT, overlaps
 from tests.integration.zookeeper import Server, zookeeper_server
 from tests.pages import on_servers
@@ -348,9 +348,8 @@ def test_flask(example: Callable[..., Example], change: str) -> None:
     assert shop.see_result(second) == "Thanks: 3 of sku-7"
     shop.see_no_overlap("sku-7", 2)
     assert len(shop.lines("back", "sku-7")) == 0
-    for node in list(shop.nodes)[:2]:
-        node.kill()
-    assert web.post("/stock/sku-7/4").status_code == 503
+    with paused(*shop.nodes[:2]):
+        assert web.post("/stock/sku-7/4").status_code == 503
 
 
 SLOW_WAREHOUSE = """
@@ -446,6 +445,20 @@ def test_an_app_with_a_task_class_of_its_own(example: Callable[..., Example]) ->
         shop.see_no_overlap(key, 2)
         assert shop.lines("commit", "transaction")[before] < shop.lines("begin", key)[1]
     assert len(shop.lines("open", "transaction")) == len(shop.lines("commit", "transaction")) == 5
+
+
+def test_a_glob_locks_all_other_tasks_but_those_of_celery(example: Callable[..., Example]) -> None:
+    shop = example("own_base_class")
+    shop.append("own_base.py", PATIENT)
+    shop.worker("all_locked")
+
+    def options(task: str) -> str:
+        return shop.run(*CELERY, "-A", "all_locked", "redlock", "options", task)
+
+    assert "locked by the entry 'vendor.sync'" in options("vendor.sync")
+    assert "locked by the entry '*'" in options("shop.thank")
+    with pytest.raises(AssertionError, match=r"celery\.backend_cleanup"):
+        options("celery.backend_cleanup")
 
 
 # Says which process works, and what its session hears.
