@@ -48,4 +48,4 @@ def thank(customer: str) -> str:
 
 
 # Tasks of a package, by name or glob: they keep the task class of the app.
-app.conf.redlock_tasks = {"vendor.*": {"args": ["account"]}}
+app.conf.redlock_tasks = {"vendor.sync": {"args": ["account"]}}

@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 
 from celery_redlock.testing import EmbeddedNode, WorkerProcess
-from tests.conftest import NODE_TIMEOUT, TTL, Nodes, eventually
+from tests.conftest import NODE_TIMEOUT, TTL, Nodes, eventually, paused
 from tests.integration.conftest import ROOT, overlaps
 from tests.integration.zookeeper import Server, zookeeper_server
 from tests.pages import on_servers
@@ -230,7 +230,8 @@ def test_django(example: Callable[..., Example]) -> None:
     shop = example("django_shop")
     shop.env["DJANGO_SETTINGS_MODULE"] = "proj.settings"
     code = "def {}(order_id):\n    work(f'{}{{order_id}}')\n"
-    shop.replace("orders/warehouse.py", code.format("pick", "") + code.format("ship", "ship-"))
+    codes = (code.format(*one) for one in (("pick", ""), ("ship", "ship-"), ("take_back", "back-")))
+    shop.replace("orders/warehouse.py", "".join(codes))
     shop.append("proj/settings.py", f"\nCELERY_REDLOCK_NODE_TIMEOUT = {NODE_TIMEOUT}\n")
     manage = (sys.executable, "manage.py")
     shop.run(*manage, "migrate")
@@ -266,8 +267,8 @@ def test_django(example: Callable[..., Example]) -> None:
     assert rows(data, "SELECT pieces FROM orders_stock ORDER BY sku") == [0, 4]
     assert rows(data, "SELECT state FROM orders_order") == ["taken"] * 3
 
-    def ship(order: str) -> int:
-        return web.post(f"/orders/{order}/ship/").status_code
+    def ship(order: str, verb: str = "ship") -> int:
+        return web.post(f"/orders/{order}/{verb}/").status_code
 
     assert [ship(first), ship(first), ship(second)] == [202, 409, 202]
     for one in (first, second):
@@ -280,6 +281,15 @@ def test_django(example: Callable[..., Example]) -> None:
     assert len(shop.lines("begin", f"ship-{first}")) == 1
     assert sorted(rows(data, "SELECT state FROM orders_order")) == ["shipped"] * 2 + ["taken"]
 
+    # the view that writes: one message a click that changes the row, and 409 for the others
+    assert [ship(one, "return") for one in (first, first, other)] == [202, 409, 409]
+    shop.see_begin(f"back-{first}")
+    assert ship(first, "return") == 409
+    shop.let_go(f"back-{first}")
+    eventually(lambda: states() == ["SUCCESS"] * 7)
+    assert ship(first, "return") == 409
+    assert rows(data, f"SELECT state FROM orders_order WHERE id = {first}") == ["returned"]
+
 
 @needs("flask")
 @pytest.mark.parametrize("change", ["the base class", "a setting alone"])
@@ -289,7 +299,8 @@ def test_flask(example: Callable[..., Example], change: str) -> None:
     As on the page: either FlaskTask is a LockedTask, or `redlock_tasks` names the tasks.
     """
     shop = example("flask_shop")
-    shop.replace("task_app/warehouse.py", "def pick(sku, pieces):\n    work(sku)\n")
+    quick = "def put_back(sku, pieces):\n    write('back', sku)\n"
+    shop.replace("task_app/warehouse.py", "def pick(sku, pieces):\n    work(sku)\n" + quick)
     shop.env["FLASK_CELERY__redlock_node_timeout"] = f"{NODE_TIMEOUT}"
     shop.env["FLASK_GREETING"] = "Thanks"
     if change == "a setting alone":
@@ -325,6 +336,9 @@ def test_flask(example: Callable[..., Example], change: str) -> None:
     shop.see_begin("sku-7")
     second = order("sku-7", 3)
     eventually(lambda: state(second) == "DEFERRED")
+    refused = web.post("/stock/sku-7/4")
+    assert (refused.status_code, refused.json()) == (409, {"error": "sku-7 is in use, try again"})
+    assert web.post("/stock/sku-8/4").status_code == 200
     said = shop.run(*PYTHON, "celery", "-A", "make_celery", "call", "task_app.tasks.thank",
                     "--args", '["ann"]')  # fmt: skip
     assert shop.see_result(said.strip()) == "Thanks, ann"
@@ -333,6 +347,9 @@ def test_flask(example: Callable[..., Example], change: str) -> None:
     assert shop.see_result(first) == "Thanks: 2 of sku-7"
     assert shop.see_result(second) == "Thanks: 3 of sku-7"
     shop.see_no_overlap("sku-7", 2)
+    assert len(shop.lines("back", "sku-7")) == 0
+    with paused(*shop.nodes[:2]):
+        assert web.post("/stock/sku-7/4").status_code == 503
 
 
 SLOW_WAREHOUSE = """
@@ -428,6 +445,20 @@ def test_an_app_with_a_task_class_of_its_own(example: Callable[..., Example]) ->
         shop.see_no_overlap(key, 2)
         assert shop.lines("commit", "transaction")[before] < shop.lines("begin", key)[1]
     assert len(shop.lines("open", "transaction")) == len(shop.lines("commit", "transaction")) == 5
+
+
+def test_a_glob_locks_all_other_tasks_but_those_of_celery(example: Callable[..., Example]) -> None:
+    shop = example("own_base_class")
+    shop.append("own_base.py", PATIENT)
+    shop.worker("all_locked")
+
+    def options(task: str) -> str:
+        return shop.run(*CELERY, "-A", "all_locked", "redlock", "options", task)
+
+    assert "locked by the entry 'vendor.sync'" in options("vendor.sync")
+    assert "locked by the entry '*'" in options("shop.thank")
+    with pytest.raises(AssertionError, match=r"celery\.backend_cleanup"):
+        options("celery.backend_cleanup")
 
 
 # Says which process works, and what its session hears.

@@ -41,9 +41,14 @@ class Shop:
     app: Celery
     sends: list[str]
 
-    def run(self, code: str) -> None:
+    def run(self, code: str) -> str:
+        """Run a block as a script; return what it prints."""
         command = [sys.executable, "-c", code]
-        subprocess.run(command, cwd=self.folder, env=env_of(self.folder), check=True, timeout=120)
+        ran = subprocess.run(
+            command, cwd=self.folder, env=env_of(self.folder), check=True, timeout=120,
+            stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        return ran.stdout
 
     def call(self, task: str, *args: Any, **options: Any) -> Any:
         return self.app.send_task(f"shop.{task}", args, **options)
@@ -150,6 +155,8 @@ def test_a_chain_runs_on_its_own_workers_while_its_task_holds_the_lock(tmp_path:
             sent = (first, second)
             assert {one.get(timeout=120) for one in sent} == {"order 7 is delivered"}
             assert (here.begun("label"), here.begun("post")) == (2, 2)
+            (send,), (shown,) = here.sends, blocks(page_of("lock-a-workflow"), "text")
+            assert here.run(send) == shown.code
 
 
 def test_entries_are_booked_in_the_order_of_their_numbers(tmp_path: Path) -> None:

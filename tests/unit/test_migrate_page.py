@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import ast
+import functools
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from celery import Celery
 
 from celery_redlock import LockedTask, Redlock
-from tests.pages import ROOT
+from tests.pages import ROOT, blocks
 
 GUIDE = ROOT / "docs" / "how-to" / "migrate.md"
 ROWS = [line.split(" | ") for line in GUIDE.read_text().splitlines() if line.startswith("| ")]
@@ -44,6 +47,14 @@ AT_THE_SEND = {
 }
 DEBOUNCED = "lock_debounce=3600"
 FREE, IN_A_BODY = "lock_key=False", 'with redlock.lock("ledger", wait=5):'
+
+
+# in the order of the page: what a task after the change sets, beside its defaults
+CHANGED: list[dict[str, Any]] = [
+    {"args": ("sku",), "unique_for": 3600, "on_duplicate": "fail"},
+    {"args": ("sku",), "unique_for": 60},
+    {"unique_for": 60},
+]
 
 
 def task_of(spelling: str) -> Any:
@@ -86,3 +97,28 @@ def test_the_other_spellings_debounce_a_send_take_no_lock_and_one_in_a_body() ->
     with Redlock(["redis://127.0.0.1:1"]) as redlock:
         lock = eval(IN_A_BODY.removeprefix("with ").removesuffix(":"), {"redlock": redlock})
         assert lock.resource == "ledger"
+
+
+def side_of(diff: str, sign: str) -> str:
+    """Return one side of a change: its lines, and those that both sides have."""
+    return "".join(line[1:] for line in diff.splitlines(True) if line[0] in (sign, " "))
+
+
+def test_each_change_is_valid_before_and_after_and_sets_what_the_tables_say() -> None:
+    diffs = blocks(GUIDE, "diff")
+    assert len(diffs) == len(CHANGED)
+    for diff, changed in zip(diffs, CHANGED, strict=True):
+        assert ast.parse(side_of(diff.code, "-"))
+        app = Celery("shop", broker="memory://", set_as_current=False)
+        app.conf.redlock_nodes = ["redis://nowhere"]
+        named = SimpleNamespace(task=functools.partial(app.task, shared=False))
+        exec(side_of(diff.code, "+"), {"app": named, "LockedTask": LockedTask, "__name__": "shop"})
+        options = app.tasks["shop.take"].lock_options()
+        found = [one for one in options.options if str(one.source) != "built-in"]
+        assert {one.name: one.value for one in found if one.value is not None} == changed
+
+
+def test_a_leftover_of_another_plugin_changes_the_key() -> None:
+    kept, changed = (task_of(spelling) for spelling in ('lock_args=["a"]', 'unique_on=["a"]'))
+    assert kept.lock_for(1, 2).resource == kept.lock_for(1, 9).resource
+    assert changed.lock_for(1, 2).resource != changed.lock_for(1, 9).resource

@@ -13,7 +13,7 @@ class Stock(models.Model):
 class Order(models.Model):
     """An order for some pieces.
 
-    state: "new", "taken", "shipped" or "sold out".
+    state: "new", "taken", "shipped", "returning", "returned" or "sold out".
     """
 
     sku = models.CharField(max_length=40)

@@ -44,3 +44,15 @@ def ship(order_id: int) -> str:
         order.state = "shipped"
         order.save()
     return order.state
+
+
+# no lock_on_duplicate="fail" here: the view refuses, by the database
+@shared_task(base=LockedDjangoTask, lock_key="order:{order_id}")
+def take_back(order_id: int) -> str:
+    """Take an order back."""
+    order = Order.objects.get(id=order_id)
+    if order.state == "returning":
+        warehouse.take_back(order.id)
+        order.state = "returned"
+        order.save()
+    return order.state

@@ -6,7 +6,7 @@ from django.http import HttpRequest, JsonResponse
 from django.views.decorators.http import require_POST
 
 from orders.models import Order
-from orders.tasks import ship, take
+from orders.tasks import ship, take, take_back
 
 
 @require_POST
@@ -30,3 +30,16 @@ def ship_order(request: HttpRequest, order_id: int) -> JsonResponse:
         answer = {"error": "The order is being shipped."}
         return JsonResponse(answer, status=409)
     return JsonResponse({"task": task.id}, status=202)
+
+
+@require_POST
+def return_order(request: HttpRequest, order_id: int) -> JsonResponse:
+    """Store the state, and send the task once it is committed; or 409."""
+    with transaction.atomic():
+        shipped = Order.objects.filter(id=order_id, state="shipped")
+        # of two clicks, the update of the second one finds no row
+        if not shipped.update(state="returning"):
+            answer = {"error": "The order cannot be returned."}
+            return JsonResponse(answer, status=409)
+        take_back.delay_on_commit(order_id)
+    return JsonResponse({"order": order_id}, status=202)

@@ -11,3 +11,8 @@ def pick(order_id: int) -> None:
 def ship(order_id: int) -> None:
     """Ask the warehouse to ship an order."""
     time.sleep(10)
+
+
+def take_back(order_id: int) -> None:
+    """Ask the warehouse to take the pieces of an order back."""
+    time.sleep(10)

@@ -1,9 +1,10 @@
 """The views of the app."""
 
 from celery.result import AsyncResult
+from celery_redlock import LockTaken, QuorumUnreachable
 from flask import Blueprint
 
-from task_app import tasks
+from task_app import tasks, warehouse
 
 bp = Blueprint("orders", __name__)
 
@@ -18,3 +19,16 @@ def order(sku: str, pieces: int) -> tuple[dict[str, object], int]:
 def state(task_id: str) -> dict[str, object]:
     """Return the state of a task."""
     return {"state": AsyncResult(task_id).state}
+
+
+@bp.post("/stock/<sku>/<int:pieces>")
+def put_back(sku: str, pieces: int) -> tuple[dict[str, object], int]:
+    """Put pieces back while no task takes any of the sku."""
+    try:
+        with tasks.take.lock_for(sku, pieces, wait=1):
+            warehouse.put_back(sku, pieces)
+    except LockTaken:
+        return {"error": f"{sku} is in use, try again"}, 409
+    except QuorumUnreachable:
+        return {"error": "too few lock nodes answer"}, 503
+    return {"pieces": pieces}, 200

@@ -6,3 +6,8 @@ import time
 def pick(sku: str, pieces: int) -> None:
     """Ask the warehouse to pick pieces of a sku."""
     time.sleep(10)
+
+
+def put_back(sku: str, pieces: int) -> None:
+    """Put pieces of a sku back."""
+    time.sleep(1)
