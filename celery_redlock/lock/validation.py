@@ -121,6 +121,13 @@ def check_resources(level: str, resources: object) -> tuple[str, ...]:
     return in_order(found)
 
 
+def check_text(level: str, name: str, text: object) -> str:
+    """Return a text that is not empty; raises SettingsError, also for a list of texts."""
+    if not isinstance(text, str) or not text:
+        raise SettingsError(level, name, repr(text), "must be one text, not empty")
+    return text
+
+
 def check_wait(level: str, name: str, wait: object, *, most: float = LONGEST) -> float:
     """Return a number of seconds from 0 to `most`; raises SettingsError."""
     if not is_number(wait) or not 0 <= wait <= most:  # type: ignore[operator]
