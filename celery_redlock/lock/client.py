@@ -33,7 +33,9 @@ from celery_redlock.lock.reports import (
 )
 from celery_redlock.lock.server.admin import trust_nodes
 from celery_redlock.lock.validation import (
+    check_callback,
     check_drift,
+    check_flag,
     check_guard,
     check_nodes,
     check_permits,
@@ -156,11 +158,11 @@ class Redlock:
             fencing=fencing,
             ttl=check_ttl(level, "ttl", ttl, self.node_timeout, self.max_ttl),
             wait=check_wait(level, "wait", wait),
-            renew=bool(renew),
-            reentrant=bool(reentrant),
+            renew=check_flag(level, "renew", renew),
+            reentrant=check_flag(level, "reentrant", reentrant),
             max_hold=None if max_hold is None else check_seconds(level, "max_hold", max_hold),
             label="",  # of the process that acquires it, which may be a forked child
-            on_lost=on_lost,
+            on_lost=check_callback(level, "on_lost", on_lost),
         )
         return Lock(self, options)
 

@@ -200,6 +200,18 @@ class TestOnLost:
         assert (type(error), error.resource) == (LockLost, "r")
         assert "broke" in error.reason
 
+    def test_what_cannot_be_called_is_refused_like_a_flag_that_is_none(
+        self, redlock: Redlock
+    ) -> None:
+        async def told(error: LockLost) -> None: ...
+
+        wrong: list[dict[str, Any]] = [{"on_lost": one} for one in ("warn", 3, told)]
+        wrong += [{"renew": "no"}, {"renew": None}, {"reentrant": "no"}, {"fencing": "x"}]
+        for options in wrong:
+            with pytest.raises(SettingsError) as refused:
+                redlock.lock("r", **options)
+            assert refused.value.name in options
+
     def test_it_is_not_called_for_a_release(self, brisk_redlock: Redlock) -> None:
         told: list[LockLost] = []
         for _ in range(3):
