@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -15,7 +16,16 @@ from celery_redlock.lock.node_status import ask_nodes, read_shared_settings
 from celery_redlock.lock.server.requests import GRANT, MARKER, RELEASE, RENEW, UNIQUE
 from celery_redlock.tasks.execution.outcomes import read_markers
 from celery_redlock.tasks.unique.claim import ClaimToken
-from tests.conftest import NODE_TIMEOUT, TTL, Nodes, eventually, is_free, see_freed, settle
+from tests.conftest import (
+    NODE_TIMEOUT,
+    PATIENCE,
+    TTL,
+    Nodes,
+    eventually,
+    is_free,
+    see_freed,
+    settle,
+)
 from tests.contract.conftest import REDIS_SERVER
 from tests.contract.liar import Liar, liar
 from tests.contract.test_done_marks import lock_of
@@ -200,6 +210,31 @@ class TestRenewal:
             lies.lie(RENEW, reply)
             lock.extend()
             assert lock.held
+
+    def test_of_a_token_names_who_did_not_confirm_it(self, lies: Liar, nodes: Nodes) -> None:
+        with Redlock([lies.url, nodes[1].url], node_timeout=PATIENCE) as made:
+            settle(made)
+            ahead = time.time_ns() // 1000 + 1_000_000
+            nodes[1].client().set("{redlock}:fence", ahead)
+            lies.lie(RENEW, b"-ERR odd\r\n")
+            with pytest.raises(QuorumUnreachable) as caught:
+                made.lock("r", fencing=True).acquire()
+        assert caught.value.causes == [f"127.0.0.1:{lies.port}: ERR odd"]
+
+    def test_of_no_quorum_says_what_each_node_answered(
+        self, three: Redlock, lies: Liar, nodes: Nodes
+    ) -> None:
+        with three.lock("r", ttl=60, renew=False) as lock:
+            settle(three)
+            lies.lie(RENEW, b"-ERR odd\r\n")
+            nodes[1].client().delete("{redlock}:lock:r")
+            with pytest.raises(QuorumUnreachable) as caught:
+                lock.extend()
+        odd, gone = (f"127.0.0.1:{port}: " for port in (lies.port, nodes[1].port))
+        assert caught.value.causes == [
+            f"{odd}ERR odd",
+            f"{gone}its key is gone or another client's",
+        ]
 
 
 class TestRelease:
