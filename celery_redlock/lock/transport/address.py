@@ -32,6 +32,7 @@ from celery_redlock.lock.platform.clock import Platform
 from celery_redlock.lock.transport.command import read_list, text_of
 from celery_redlock.lock.transport.connection import (
     Connection,
+    DialledParser,
     Peer,
     PubSub,
     RedisConnection,
@@ -157,6 +158,7 @@ class RedisAddress:
             "retry_on_error": [],
             "health_check_interval": 0,
             "protocol": 2,
+            "parser_class": DialledParser,
             "decode_responses": False,  # a key may be invalid in the client's own encoding
             "db": 0,
             "client_name": None,
