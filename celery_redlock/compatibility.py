@@ -110,9 +110,7 @@ ANYWHERE = (
     PrivateName("kombu.utils.json:dumps", _AT_HEAD, "s, ..."),
     # the connections to the lock nodes
     PrivateName("redis.connection:AbstractConnection._sock", "write to a node without a thread"),
-    PrivateName("redis.connection:DefaultParser.on_connect", _READ, "connection, ..."),
-    PrivateName("redis.connection:DefaultParser.parse_error", _READ),
-    PrivateName("redis.connection:DefaultParser.read_response", _READ, "disable_decoding, ..."),
+    PrivateName("redis.connection:DefaultParser", _READ),
     PrivateName("redis.connection:parse_url", "read the address of a node", "url"),
     PrivateName("redis.connection:to_bool", "read the address of a node", "value"),
     PrivateName(

@@ -21,7 +21,7 @@ import psycopg
 import redis
 from psycopg import conninfo, pq
 
-from celery_redlock.lock.platform.clock import Platform, SystemClock
+from celery_redlock.lock.platform.clock import Platform
 from celery_redlock.lock.platform.threads import gevent_here, new_poll
 from celery_redlock.lock.postgres.connection import PostgresConnection
 from celery_redlock.lock.postgres.errors import words_of
@@ -36,7 +36,7 @@ from celery_redlock.lock.postgres.schema import (
     schema_version,
 )
 from celery_redlock.lock.transport.command import encode_bulk, encoded
-from celery_redlock.lock.transport.connection import Peer
+from celery_redlock.lock.transport.connection import CLOCK, Peer
 
 READ_COMMITTED = b"read committed"
 # Levels of messages that hide the warning that no standby has confirmed a commit.
@@ -50,7 +50,6 @@ UNHEARD = (
     "node %s sends no message through its pooler, so waiters poll about "
     "once a second: name listen_host and listen_port of the server in its URL"
 )
-CLOCK = SystemClock()
 LOCK_TIMEOUT = 0.5  # of the node timeout: how long a call waits for a row before it costs its vote
 
 logger = logging.getLogger(__name__)

@@ -34,7 +34,7 @@ ENDED = "connection closed by the server"
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)  # SO_LINGER: unsent bytes go with the connection
 MOST_AT_ONCE = 65536  # bytes of a read
 LONGEST_TALK = 60.0  # seconds for all replies on a new connection: a scan needs many
-MOST_NAMES, LONGEST_VALUE = 1_000_000, 1 << 26  # of a reply that an operator asks for
+MOST_NAMES, MOST_TEXT = 1_000_000, 1 << 26  # of a reply that an operator asks for
 CLOCK = SystemClock()
 
 
@@ -188,7 +188,7 @@ class DialledParser(DefaultParser):  # type: ignore[misc, valid-type]
 
     def on_connect(self, connection: Any, **_: Any) -> None:
         self._sock, self._timeout = connection._sock, connection.socket_timeout
-        self._reader = ReplyReader(MOST_NAMES, LONGEST_VALUE)
+        self._reader = ReplyReader(MOST_NAMES, MOST_TEXT)
         self._end = CLOCK.now() + LONGEST_TALK
 
     def read_response(self, *_: Any, **__: Any) -> Any:
