@@ -61,6 +61,20 @@ def test_a_person_without_an_app_gets_the_passage(tmp_path: Path) -> None:
     assert "A node evicts keys" not in done.stdout
 
 
+def test_a_link_to_another_passage_is_the_command_that_prints_it() -> None:
+    shown = [" ".join(line.split()) for line in explain("no-quorum").stdout.splitlines()]
+    rest = "any other text The node refuses See `celery redlock explain a-node-gives-no-vote`"
+    assert rest in shown
+    twice = explain("task-ran-twice").stdout
+    assert "`lost` (`celery redlock explain locklost`)" in " ".join(twice.split())
+    for code in PASSAGES:  # to be copied from one line
+        lines = explain(code).stdout.splitlines()
+        assert [line for line in lines if line.endswith("-") and "explain" in line] == []
+        assert f"`celery redlock explain {code}`" not in explain(code).stdout
+    stays = explain("task-stays-deferred").stdout
+    assert "explain free-a-lock-that-is-held" not in stays  # it stands below
+
+
 @pytest.mark.parametrize("code", PASSAGES)
 def test_a_passage_has_its_heading_and_no_marks_of_markdown(code: str) -> None:
     one = PASSAGES[code]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import shutil
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,6 +31,8 @@ LIST_OF_PASSAGES = "operations/troubleshooting.md"
 WIDEST = 100  # columns of a paragraph
 _PASSAGE = re.compile(r"^- \[(.+)\]\((.*)#([\w-]+)\): ((?:.+\n)+?)(?=- |\n)", re.MULTILINE)
 _LINK = re.compile(r"\[([^\]]+)\]\([^)]*\)")
+_SECTION_LINK = re.compile(r"(?:the section )?\[([^\]]+)\]\([^)#]*#([\w-]+)\)")
+_HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 _FENCE = re.compile(r"^(```.*?^```)$", re.DOTALL | re.MULTILINE)
 _CELLS = re.compile(r" *\| *")
 _ITEM = re.compile(r"\n(?=- |\d+\. )")
@@ -63,8 +65,9 @@ def explain(code: str | None, as_json: bool) -> None:
         chosen = list(known.values())
     else:
         chosen = [find_passage(code, known)]
+        text = with_commands(chosen[0].text, known)
         width = min(shutil.get_terminal_size().columns, WIDEST)
-        *shown, _ = as_plain(chosen[0].text, width)  # without the last empty line
+        *shown, _ = as_plain(text, width)  # without the last empty line
     print_result(as_json, {"passages": as_data(chosen)}, *shown)
 
 
@@ -91,6 +94,19 @@ def find_passage(code: str, known: dict[str, Passage]) -> Passage:
     if not matching:
         raise command_error(f"{code} is not a code{did_you_mean(wanted, known)}")
     return known[matching[0]]
+
+
+def with_commands(text: str, known: Container[str]) -> str:
+    """Return Markdown with the command that prints a passage in the place of a link to it."""
+
+    def command(link: re.Match[str]) -> str:
+        title, code = link.groups()
+        if code not in known or code in map(anchor_of, _HEADING.findall(text)):
+            return link[0]
+        told = f"`celery redlock explain {code}`"
+        return told if anchor_of(title) == code else f"{title} ({told})"
+
+    return _SECTION_LINK.sub(command, text)
 
 
 def anchor_of(title: str) -> str:
@@ -133,5 +149,7 @@ def as_plain(text: str, width: int) -> Iterator[str | Table]:
                 for item in _ITEM.split(block):
                     words = " ".join(item.lstrip("# ").split())
                     indent = "  " if item.startswith("- ") else ""
-                    yield from textwrap.wrap(words, width, subsequent_indent=indent)
+                    yield from textwrap.wrap(
+                        words, width, subsequent_indent=indent, break_on_hyphens=False
+                    )
             yield ""
