@@ -187,7 +187,7 @@ class DialledParser(DefaultParser):  # type: ignore[misc, valid-type]
     """
 
     def on_connect(self, connection: Any, **_: Any) -> None:
-        self._sock, self._timeout = connection._sock, connection.socket_timeout
+        self._socket, self._timeout = connection._sock, connection.socket_timeout
         self._reader = ReplyReader(MOST_NAMES, MOST_TEXT)
         self._end = CLOCK.now() + LONGEST_TALK
 
@@ -197,7 +197,7 @@ class DialledParser(DefaultParser):  # type: ignore[misc, valid-type]
         try:
             while (reply := self._reader.gets()) is INCOMPLETE:
                 self._reader.feed(self._received(until))
-            self._sock.settimeout(self._timeout)
+            self._socket.settimeout(self._timeout)
         except TimeoutError:
             raise redis.TimeoutError("Timeout reading from socket") from None
         except OSError as error:
@@ -215,8 +215,8 @@ class DialledParser(DefaultParser):  # type: ignore[misc, valid-type]
         left = until - CLOCK.now()
         if left <= 0:
             raise TimeoutError
-        self._sock.settimeout(left)
-        return self._sock.recv(MOST_AT_ONCE) or refuse(ENDED)
+        self._socket.settimeout(left)
+        return self._socket.recv(MOST_AT_ONCE) or refuse(ENDED)
 
 
 _send, _recv = keeping_gil.send, keeping_gil.recv
