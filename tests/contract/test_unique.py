@@ -26,6 +26,7 @@ from celery_redlock import (
     QuorumUnreachable,
     Redlock,
     RedlockError,
+    SettingsError,
     current_lock,
     send_unique,
 )
@@ -812,6 +813,10 @@ class TestItsResult:
         sent = [send_unique(sending_app, "elsewhere", (), **how) for _ in range(2)]
         assert [one.is_duplicate for one in sent] == [False, True]
         assert not send_unique(sending_app, "elsewhere", (), **how, task_id="own").is_duplicate
+
+    def test_is_refused_by_name_if_nothing_says_how_long(self, sending_app: Celery) -> None:
+        with pytest.raises(SettingsError, match="set unique_for or debounce"):
+            send_unique(sending_app, "elsewhere", (), resource="r")
 
 
 class TestItsError:

@@ -67,6 +67,9 @@ def send_unique(
     if not isinstance(resource, str) or not resource:
         raise SettingsError(level, "resource", repr(resource), "must be a text, not empty")
     check_resources(level, resource)
+    if unique_for is None and debounce is None:
+        hint = "set unique_for or debounce: without them each call is sent; then use app.send_task"
+        raise SettingsError(level, "unique_for", "None", hint)
     add_is_duplicate(app)
     publish = functools.partial(app.send_task, name, args, kwargs)
     lock_options = TaskLockOptions(**{**BUILT_IN, "ttl": settings.max_ttl, **given})
