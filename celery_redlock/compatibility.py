@@ -61,6 +61,7 @@ _DELAY = "send a deferral through RabbitMQ's delayed queues"
 _SURVIVE = "survive a restart of the broker"
 _TIMES = "read the times of a message"
 _REDIS, _AT_HEAD = "kombu.transport.redis:Channel", "let a worker take a refused message next"
+_READ = "read what a node says within a time"
 _SLOWER = "a deferral only takes longer"
 
 ANYWHERE = (
@@ -109,6 +110,7 @@ ANYWHERE = (
     PrivateName("kombu.utils.json:dumps", _AT_HEAD, "s, ..."),
     # the connections to the lock nodes
     PrivateName("redis.connection:AbstractConnection._sock", "write to a node without a thread"),
+    PrivateName("redis.connection:DefaultParser", _READ),
     PrivateName("redis.connection:parse_url", "read the address of a node", "url"),
     PrivateName("redis.connection:to_bool", "read the address of a node", "value"),
     PrivateName(

@@ -29,7 +29,6 @@ from celery_redlock.lock.model.options import LockOptions
 from celery_redlock.lock.platform.coroutines import StepRunner
 from celery_redlock.lock.platform.threads import uninterruptible
 from celery_redlock.lock.retry import Attempts
-from celery_redlock.lock.server.error_hints import causes_of
 from celery_redlock.lock.validation import check_wait
 
 logger = logging.getLogger(__name__)
@@ -204,12 +203,11 @@ class Lock:
         self._check_owner(self._session.current_owner())
         self.ensure()
         started = self._clock.now()
-        reached = self._session.renewer.renew(acquisitions_of(self))
+        causes = self._session.renewer.renew(acquisitions_of(self))
         self.ensure()
-        if not reached:
-            nodes = self._session.nodes
+        if causes:
             waited = self._clock.now() - started
-            raise QuorumUnreachable(self.resource, causes_of(nodes.all), nodes.quorum, waited)
+            raise QuorumUnreachable(self.resource, causes, self._session.nodes.quorum, waited)
 
     @uninterruptible
     def release(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
+import time
 from collections.abc import Iterator
 
 import hiredis
@@ -12,11 +13,15 @@ import hiredis
 from celery_redlock.lock.transport.command import Script, encode_bulk
 from celery_redlock.testing import EmbeddedNode
 
+DRIPS = b"+"  # a reply of which the end never comes
+PACE = 0.02  # s between two bytes of it
+
 
 class Liar:
     """Hands commands on to a node, and what the node says back, but for some that it answers.
 
     answers: its own reply, as bytes of RESP, by the digest of a script or the name of a command.
+    `DRIPS` goes on until they are cleared.
     """
 
     def __init__(self, node: EmbeddedNode) -> None:
@@ -64,6 +69,9 @@ class Liar:
                 while (words := commands.gets()) is not False:
                     said = self.answers.get(words[1 if words[0].startswith(b"EVAL") else 0])
                     client.sendall(said or _answer(node, words))
+                    while said == DRIPS and self.answers:
+                        client.sendall(b"x")
+                        time.sleep(PACE)
 
 
 def _name_of(about: Script | bytes) -> bytes:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
@@ -15,9 +17,18 @@ from celery_redlock.lock.node_status import ask_nodes, read_shared_settings
 from celery_redlock.lock.server.requests import GRANT, MARKER, RELEASE, RENEW, UNIQUE
 from celery_redlock.tasks.execution.outcomes import read_markers
 from celery_redlock.tasks.unique.claim import ClaimToken
-from tests.conftest import NODE_TIMEOUT, TTL, Nodes, eventually, is_free, see_freed, settle
+from tests.conftest import (
+    NODE_TIMEOUT,
+    PATIENCE,
+    TTL,
+    Nodes,
+    eventually,
+    is_free,
+    see_freed,
+    settle,
+)
 from tests.contract.conftest import REDIS_SERVER
-from tests.contract.liar import Liar, liar
+from tests.contract.liar import DRIPS, Liar, liar
 from tests.contract.test_done_marks import lock_of
 from tests.contract.test_unique import Sender
 
@@ -50,6 +61,12 @@ NO_TOKEN = {
     "huge": b"*2\r\n:1\r\n:%d\r\n" % 2**60,
 }
 NO_RENEWAL = NONSENSE | {"2 of one": b"*2\r\n:1\r\n:1\r\n", "nil in it": b"*1\r\n$-1\r\n"}
+
+ASK: dict[bytes, Callable[[Redlock], Any]] = {  # what is asked by each command
+    b"MGET": lambda redlock: redlock.locks("r"),
+    b"SCAN": Redlock.locks,
+    b"INFO": Redlock.status,
+}
 
 
 def each(replies: dict[str, bytes]) -> pytest.MarkDecorator:
@@ -201,6 +218,31 @@ class TestRenewal:
             lock.extend()
             assert lock.held
 
+    def test_of_a_token_names_who_did_not_confirm_it(self, lies: Liar, nodes: Nodes) -> None:
+        with Redlock([lies.url, nodes[1].url], node_timeout=PATIENCE) as made:
+            settle(made)
+            ahead = time.time_ns() // 1000 + 1_000_000
+            nodes[1].client().set("{redlock}:fence", ahead)
+            lies.lie(RENEW, b"-ERR odd\r\n")
+            with pytest.raises(QuorumUnreachable) as caught:
+                made.lock("r", fencing=True).acquire()
+        assert caught.value.causes == [f"127.0.0.1:{lies.port}: ERR odd"]
+
+    def test_of_no_quorum_says_what_each_node_answered(
+        self, three: Redlock, lies: Liar, nodes: Nodes
+    ) -> None:
+        with three.lock("r", ttl=60, renew=False) as lock:
+            settle(three)
+            lies.lie(RENEW, b"-ERR odd\r\n")
+            nodes[1].client().delete("{redlock}:lock:r")
+            with pytest.raises(QuorumUnreachable) as caught:
+                lock.extend()
+        odd, gone = (f"127.0.0.1:{port}: " for port in (lies.port, nodes[1].port))
+        assert caught.value.causes == [
+            f"{odd}ERR odd",
+            f"{gone}its key is gone or another client's",
+        ]
+
 
 class TestRelease:
     @pytest.mark.slow
@@ -267,6 +309,38 @@ class TestQuestions:
             lies.lie(b"GET", reply)
             assert ask_nodes(three.session).quorum == 2
             read_shared_settings(three.session)
+
+    @pytest.mark.parametrize("command", ASK)
+    def test_a_list_without_end_is_not_awaited(
+        self, three: Redlock, lies: Liar, command: bytes
+    ) -> None:
+        """hiredis would reserve memory for a billion items, and keep the GIL meanwhile."""
+        lies.lie(command, b"*1000000000\r\n")
+        assert "a reply of 1000000000 items: no Redis server" in repr(ASK[command](three))
+
+    @pytest.mark.parametrize("command", ASK)
+    def test_a_reply_that_comes_byte_by_byte_is_not_awaited(
+        self, three: Redlock, lies: Liar, command: bytes
+    ) -> None:
+        lies.lie(command, DRIPS)
+        with ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(ASK[command], three)
+            try:
+                told = asked.result(60)
+            finally:
+                lies.answers.clear()
+        assert "Timeout reading from socket" in repr(told)
+
+
+def test_a_handshake_without_end_costs_its_node_alone(
+    lies: Liar, nodes: Nodes, caplog: pytest.LogCaptureFixture
+) -> None:
+    lies.lie(b"INFO", b"*1000000000\r\n")
+    with Redlock([lies.url, nodes[1].url, nodes[2].url], node_timeout=NODE_TIMEOUT) as made:
+        with made.lock("r", wait=60) as lock:
+            assert lock.held
+        text = f"127.0.0.1:{lies.port} gives no vote: a reply of 1000000000 items"
+        eventually(lambda: text in caplog.text)
 
 
 def test_a_lock_that_others_hold_is_taken_whatever_the_third_says(

@@ -26,6 +26,7 @@ from celery_redlock import (
     QuorumUnreachable,
     Redlock,
     RedlockError,
+    SettingsError,
     current_lock,
     send_unique,
 )
@@ -39,7 +40,7 @@ from celery_redlock.tasks.unique.claim import MOST_WAIT, SENDING_TTL, Claim, Cla
 from celery_redlock.tasks.unique.rounds import EarlierSend
 from celery_redlock.tasks.unique.send import add_to_header
 from celery_redlock.testing import EmbeddedNode
-from tests.conftest import NODE_TIMEOUT, PATIENCE, Nodes, eventually, settle
+from tests.conftest import NODE_TIMEOUT, PATIENCE, Nodes, eventually, paused, settle
 from tests.contract.conftest import MAJORITY, REDIS_SERVER, at_once, quorum_of
 from tests.contract.proxy import FAIR, Way, Weather, proxies
 
@@ -665,10 +666,26 @@ class TestFaults:
         sender = make_sender(mortal_nodes, NODE_TIMEOUT)
         for node in mortal_nodes[1:]:
             node.kill()
-        with pytest.raises(QuorumUnreachable):
+        with pytest.raises(QuorumUnreachable) as caught:
             sender.send(on_unreachable="fail")
         assert not sender.published
+        error = caught.value
+        assert (error.resource, error.waited > 0) == (NAME.partition(":")[2], True)
+        dead = [f"127.0.0.1:{node.port}" for node in mortal_nodes[1:]]
+        assert [cause.partition(": ")[0] for cause in error.causes] == dead
         eventually(lambda: values(mortal_nodes[:1]) == [None])
+
+    @MAJORITY
+    def test_without_a_quorum_the_silent_nodes_are_named(
+        self, nodes: Nodes, make_sender: MakeSender
+    ) -> None:
+        sender = make_sender(nodes, 0.3)
+        settle(sender.redlock)
+        with paused(*nodes[1:]), pytest.raises(QuorumUnreachable) as caught:
+            sender.send(on_unreachable="fail")
+        silent = [f"127.0.0.1:{node.port}: no answer in time" for node in nodes[1:]]
+        assert caught.value.causes == silent
+        assert caught.value.waited >= 0.3
 
     @MAJORITY
     def test_a_minority_that_still_knows_an_earlier_send_drops_nothing(
@@ -796,6 +813,10 @@ class TestItsResult:
         sent = [send_unique(sending_app, "elsewhere", (), **how) for _ in range(2)]
         assert [one.is_duplicate for one in sent] == [False, True]
         assert not send_unique(sending_app, "elsewhere", (), **how, task_id="own").is_duplicate
+
+    def test_is_refused_by_name_if_nothing_says_how_long(self, sending_app: Celery) -> None:
+        with pytest.raises(SettingsError, match="set unique_for or debounce"):
+            send_unique(sending_app, "elsewhere", (), resource="r")
 
 
 class TestItsError:

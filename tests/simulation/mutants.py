@@ -573,14 +573,13 @@ def no_write_back() -> Iterator[None]:
 def write_back_not_awaited() -> Iterator[None]:
     """The token is used while it is on its way to a quorum."""
 
-    def confirm(self: Renewer, lease: Lease, token: int, until: float) -> bool:
+    def confirm(self: Renewer, lease: Lease, token: int, until: float) -> None:
         if lease.fence is not None:
             lease.fence.choose(token)
             nodes, clock = self._core.nodes, self._clock
             round_ = RenewRound([lease], clock, lambda number: None)
             request = self._core.requests.renew([lease])
             nodes.broadcast(Command(request, round_, RENEW), clock.now())
-        return True
 
     with patched(Renewer, confirm_fencing_token=confirm):
         yield

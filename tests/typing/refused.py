@@ -28,6 +28,8 @@ class Wrong(LockedTask):
     lock_unique_for = "60"  # refused
     lock_unique_until = "done"  # refused
     lock_on_duplicate = "drop"  # refused
+    lock_debounce = "30"  # refused
+    lock_debounce_max = "60"  # refused
 
 
 TaskOptions(lock_tll=30)  # refused
@@ -48,6 +50,8 @@ CallOptions(on_conflict=lambda contention: "skip")  # refused
 CallOptions(limit=lambda task, args, kwargs: 3)  # refused
 CallOptions(backoff=Backoff)  # refused
 CallOptions(on_duplicate="drop")  # refused
+CallOptions(debounce="30")  # refused
+CallOptions(debounce_max="60")  # refused
 
 
 @app.task(bind=True, base=LockedTask, **TaskOptions(lock_tll=30))  # refused

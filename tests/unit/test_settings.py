@@ -413,6 +413,8 @@ class TestWrongSettings:
             ("redlock_nodes", [7], "redis-py clients|redis.Redis"),
             ("redlock_nodes", ["redis://localhost", "redis://127.0.0.1:6379/3"], "one vote"),
             ("redlock_nodes", ["redis://a:port"], "not a URL of a node"),
+            ("redlock_nodes", ["redis://a?sslx=1"], "a query has options of redis-py"),
+            ("redlock_nodes", ["redis://a?ssl_ca_certs=ca.pem"], "those of TLS with rediss://"),
             ("redlock_nodes", ["sentinel://a:1"], "sentinel://host:port"),
             ("redlock_prefix", "a{b", "without"), ("redlock_prefix", "", "not empty"),
             ("redlock_node_timeout", 0, "above 0"), ("redlock_clock_drift", 1, "fraction"),

@@ -28,7 +28,6 @@ from celery_redlock.lock.model.lease import MARGIN, Fence, Lease, LockKey, propo
 from celery_redlock.lock.model.options import LockOptions
 from celery_redlock.lock.model.rate import Rate, RateKey, Start
 from celery_redlock.lock.model.votes import is_split
-from celery_redlock.lock.server.error_hints import causes_of
 from celery_redlock.lock.server.requests import GRANT
 from celery_redlock.lock.transport.command import Command
 
@@ -327,8 +326,8 @@ class Acquirer:
         core, token = self.core, max(one.fencing_token for one in acquisitions)
         for lease in chain.from_iterable(one.leases for one in acquisitions):
             until = self._clock.now() + core.nodes.timeout
-            if not self._renewer.confirm_fencing_token(lease, token, until):
-                causes = causes_of(core.nodes.all)
+            causes = self._renewer.confirm_fencing_token(lease, token, until)
+            if causes is not None:
                 return QuorumUnreachable(lease.key.resource, causes, core.nodes.quorum)
         return None
 

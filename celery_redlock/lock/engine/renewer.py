@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection, Iterator, Sequence
+from itertools import chain
 
 from celery_redlock.lock.engine.core import Core
 from celery_redlock.lock.engine.releaser import Releaser
@@ -29,10 +30,10 @@ class Renewer:
     def __init__(self, core: Core, releaser: Releaser) -> None:
         self._core, self._clock, self._releaser = core, core.clock, releaser
 
-    def renew(self, acquisitions: Sequence[Acquisition], *, native: bool = False) -> bool:
-        """Renew in one batch for each node, wait, and return whether a quorum confirmed all.
+    def renew(self, acquisitions: Sequence[Acquisition], *, native: bool = False) -> list[str]:
+        """Renew in one batch for each node, and wait. If no quorum confirmed all, return why.
 
-        native: called in a thread of the watchdog.
+        native: called in a thread of the watchdog. Returns one text for each node that failed.
         """
         kept = [one for one in acquisitions if not self._releaser.release_if_abandoned(one)]
         core, sent = self._core, self._clock.now()
@@ -68,7 +69,8 @@ class Renewer:
             else:
                 one.renewal_reached(sent)
         core.events.extended(one for one in renewed if one not in unconfirmed)
-        return not unconfirmed
+        causes = (round_.causes(core.nodes.all) for _, round_ in rounds if round_.unconfirmed)
+        return list(dict.fromkeys(chain.from_iterable(causes)))
 
     def _on_missing(self, owners: Sequence[Acquisition], number: int) -> None:
         """Check the deadline again, and reclaim the key soon, after the present round."""
@@ -76,12 +78,15 @@ class Renewer:
         owner.reclaim_by(self._clock.now() + self._core.nodes.timeout)
         self._core.watchdog.reschedule(owner)
 
-    def confirm_fencing_token(self, lease: Lease, token: int, until: float) -> bool:
-        """Return whether a quorum of nodes has reached a token by the monotonic second `until`."""
+    def confirm_fencing_token(self, lease: Lease, token: int, until: float) -> list[str] | None:
+        """Return None once a quorum has reached a token; why not at the monotonic second `until`.
+
+        That is one text for each node that failed.
+        """
         fence = lease.fence
         if fence is None:
-            return True
-        before = fence.token
+            return None
+        before, causes = fence.token, list[str]()
         fence.choose(token)
         if not fence.usable:
             nodes, clock = self._core.nodes, self._clock
@@ -89,9 +94,11 @@ class Renewer:
             request = self._core.requests.renew([lease])
             nodes.broadcast(Command(request, round_, RENEW), clock.now())
             nodes.wait(round_, until)
+            causes = round_.causes(nodes.all)
         if not fence.usable:
             fence.token = before  # an outer holder keeps the token that a quorum has confirmed
-        return fence.usable and lease.held(self._clock.now())
+            return causes
+        return None if lease.held(self._clock.now()) else []
 
 
 def _in_parts(acquisitions: Sequence[Acquisition], now: float) -> Iterator[Part]:

@@ -28,6 +28,7 @@ from celery_redlock.lock.server.guard import REPLACED
 from celery_redlock.lock.transport.command import Command, Round, UnexpectedReplyError, text_of
 from celery_redlock.lock.transport.node import Node
 
+KEY_GONE = "its key is gone or another client's"
 REFUSAL, NUMBERS = (int, int, bytes, int), (int, int)  # kinds of replies of lua/grant.lua
 
 
@@ -201,17 +202,18 @@ class RenewRound(Round):
 
     Decided when a quorum confirmed each key, or every node has replied. With fencing tokens that
     are not usable yet, it is decided when all of these are usable. on_missing: called with the
-    number of a key after a node replied that the key does not have our value.
+    number of a key after a node replied that the key does not have our value. errors: by node.
     """
 
     __slots__ = ("_clock", "_doubted", "_due", "_leases", "_on_missing", "_quorum",
-                 "_renewed", "_unsettled")  # fmt: skip
+                 "_renewed", "_unsettled", "errors")  # fmt: skip
 
     def __init__(
         self, leases: Sequence[Lease], clock: Clock, on_missing: Callable[[int], object]
     ) -> None:
         self.decided, self.wake = False, None
         self._leases, self._on_missing, self._clock = leases, on_missing, clock
+        self.errors: dict[int, NodeError] = {}
         self._renewed = 0  # nodes that replied without an error, as bits
         self._doubted: dict[int, int] = {}  # by number of a key: how many of these did not renew it
         self._quorum = leases[0].quorum
@@ -238,7 +240,9 @@ class RenewRound(Round):
 
     def on_reply(self, node: int, sent: float, reply: Any, run_id: str) -> None:
         """Extend the deadlines, or stop counting the node. An odd reply counts in no part."""
-        if type(reply) is not hiredis.ReplyError:
+        if type(reply) is hiredis.ReplyError:
+            self.errors[node] = NodeError("", strip_args(str(reply)))
+        else:
             self._check(reply)
             now = self._clock.now
             for number, (lease, word) in enumerate(zip(self._leases, reply, strict=True)):
@@ -267,6 +271,7 @@ class RenewRound(Round):
                 one.fence.counted(node, word[1])
             return
         self._doubted[number] = self._doubted.get(number, 0) + 1
+        self.errors[node] = NodeError("", KEY_GONE)
         if word == 0:
             one.missing(node, now, run_id)
         elif word == -1:
@@ -276,7 +281,13 @@ class RenewRound(Round):
 
     def on_error(self, node: int, command: Command, error: NodeError) -> None:
         """Leave the deadlines unchanged: without a reply, the node may keep the keys."""
+        self.errors[node] = error
         self._heard(node)
+
+    def causes(self, nodes: Sequence[Node]) -> list[str]:
+        """Return one text for each node that did not renew all keys in time."""
+        renewed = {node.index for node in nodes if self._renewed >> node.index & 1}
+        return causes_of(nodes, self.errors.copy(), voted=renewed)
 
     def _heard(self, node: int) -> None:
         self._due &= ~(1 << node)

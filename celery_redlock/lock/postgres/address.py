@@ -23,7 +23,7 @@ from psycopg import conninfo, pq
 from celery_redlock.lock.platform.clock import Platform
 from celery_redlock.lock.postgres.connection import PostgresConnection
 from celery_redlock.lock.postgres.errors import words_of
-from celery_redlock.lock.postgres.pipeline import CLOCK, Pipeline, ready
+from celery_redlock.lock.postgres.pipeline import Pipeline, ready
 from celery_redlock.lock.postgres.pubsub import PostgresPubSub
 from celery_redlock.lock.postgres.schema import (
     VERSION,
@@ -34,7 +34,7 @@ from celery_redlock.lock.postgres.schema import (
     schema_version,
 )
 from celery_redlock.lock.transport.command import encode_bulk, encoded
-from celery_redlock.lock.transport.connection import Peer
+from celery_redlock.lock.transport.connection import CLOCK, Peer
 
 READ_COMMITTED = b"read committed"
 # Levels of messages that hide the warning that no standby has confirmed a commit.

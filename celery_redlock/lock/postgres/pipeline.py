@@ -16,7 +16,6 @@ import hiredis
 import psycopg
 from psycopg import pq
 
-from celery_redlock.lock.platform.clock import SystemClock
 from celery_redlock.lock.platform.threads import gevent_here, new_poll
 from celery_redlock.lock.postgres.errors import (
     ISOLATION,
@@ -26,7 +25,7 @@ from celery_redlock.lock.postgres.errors import (
     words_of,
 )
 from celery_redlock.lock.server.requests import SCRIPTS
-from celery_redlock.lock.transport.connection import ENDED
+from celery_redlock.lock.transport.connection import CLOCK, ENDED
 
 # Of the transaction alone, as the connection may be a pooler's. Without the path, a role that may
 # create an operator in a schema of the user's path could change what the functions do.
@@ -41,7 +40,6 @@ _CALLS = {
 }
 _COMMAND = _SETTINGS + b"redlock.command($2)"
 _BYTEA, _BYTEA_ARRAY, _TEXT = 17, 1001, 25  # Source: pg_type.dat of PostgreSQL
-CLOCK = SystemClock()
 LOCK_TIMEOUT = 0.5  # of the node timeout: how long a call waits for a row before it costs its vote
 _ISOLATE = b"SET transaction_isolation TO 'read committed'"  # of the transaction up to the sync
 

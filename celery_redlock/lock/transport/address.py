@@ -32,6 +32,7 @@ from celery_redlock.lock.platform.clock import Platform
 from celery_redlock.lock.transport.command import read_list, text_of
 from celery_redlock.lock.transport.connection import (
     Connection,
+    DialledParser,
     Peer,
     PubSub,
     RedisConnection,
@@ -157,6 +158,7 @@ class RedisAddress:
             "retry_on_error": [],
             "health_check_interval": 0,
             "protocol": 2,
+            "parser_class": DialledParser,
             "decode_responses": False,  # a key may be invalid in the client's own encoding
             "db": 0,
             "client_name": None,
@@ -307,7 +309,9 @@ def parse_address(node: Any, level: str, name: str) -> Address:
     if separator and scheme in URL_SCHEMES:
         try:
             if scheme != "sentinel":
-                return _address_of(redis.ConnectionPool.from_url(node))
+                pool = redis.ConnectionPool.from_url(node)
+                pool.connection_class(**pool.connection_kwargs)  # raises for an unknown option
+                return _address_of(pool)
             hint = _wrong_query(node.partition("?")[2])
             if not hint:
                 return _sentinel_address(node)
@@ -315,7 +319,8 @@ def parse_address(node: Any, level: str, name: str) -> Address:
             # the text of redis-py's error shows parts of the URL, so maybe of a password
             hint = (
                 "is not a URL of a node; in user and password, write special characters with a "
-                "percent sign (%2F for /), and Sentinels as sentinel://host:port,[::1]:port/name"
+                "percent sign (%2F for /), and Sentinels as sentinel://host:port,[::1]:port/name; "
+                "a query has options of redis-py alone, those of TLS with rediss://"
             )
     raise SettingsError(level, name, repr(redact_url(node)), hint)
 

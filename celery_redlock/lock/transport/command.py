@@ -87,12 +87,14 @@ class ReplyReader:
     """Reads replies by hiredis, and checks their headers before.
 
     For a list, hiredis reserves memory for as many items as the header says, and keeps the GIL
-    meanwhile. gets: returns the next reply. It is called until it returns `INCOMPLETE`.
+    meanwhile. gets: returns the next reply. It is called until it returns `INCOMPLETE`. items,
+    size: most of a list, and bytes of a text.
     """
 
-    __slots__ = ("_fed", "_is_open", "_reader", "_rest", "_skip", "gets")
+    __slots__ = ("_fed", "_is_open", "_items", "_reader", "_rest", "_size", "_skip", "gets")
 
-    def __init__(self) -> None:
+    def __init__(self, items: int = MOST_ITEMS, size: int = MOST_BYTES) -> None:
+        self._items, self._size = items, size
         self._reader = hiredis.Reader(notEnoughData=INCOMPLETE)
         self.gets: Callable[[], Any] = self._reader.gets
         self._fed = b""  # the last bytes, if they begin with a line and are not parsed here
@@ -122,11 +124,11 @@ class ReplyReader:
                 break
             position = found.end()
             items, size = found.groups()
-            if items is not None and int(items) > MOST_ITEMS:
+            if items is not None and int(items) > self._items:
                 raise OSError(f"a reply of {int(items)} items: no Redis server for locks")
             # hiredis refuses a size below -1, by which this would go back, and never end
             if size is not None and int(size) >= 0:
-                if int(size) > MOST_BYTES:
+                if int(size) > self._size:
                     raise OSError(f"a reply of {int(size)} bytes: no Redis server for locks")
                 position += int(size) + 2  # and the end of its line
         self._rest, self._skip = data[position:], max(0, position - len(data))

@@ -17,7 +17,10 @@ from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
 import hiredis
+import redis
+from redis.connection import DefaultParser
 
+from celery_redlock.lock.platform.clock import SystemClock
 from celery_redlock.lock.platform.threads import keeping_gil
 from celery_redlock.lock.transport.command import (
     INCOMPLETE,
@@ -30,6 +33,9 @@ POISONED = "an exception interrupted a command"
 ENDED = "connection closed by the server"
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)  # SO_LINGER: unsent bytes go with the connection
 MOST_AT_ONCE = 65536  # bytes of a read
+LONGEST_TALK = 60.0  # seconds for all replies on a new connection: a scan needs many
+MOST_NAMES, MOST_TEXT = 1_000_000, 1 << 26  # of a reply that an operator asks for
+CLOCK = SystemClock()
 
 
 class GarbledError(OSError):
@@ -172,6 +178,45 @@ class RedisConnection:
                 self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
         self._dialled.disconnect()
         self.socket.close()  # again, if an exception interrupted the line above
+
+
+class DialledParser(DefaultParser):  # type: ignore[misc, valid-type]
+    """Reads the replies to a handshake and to operators, for redis-py: each within its timeout.
+
+    redis-py's own parser waits for as long as bytes come, and reserves memory for any list.
+    """
+
+    def on_connect(self, connection: Any, **_: Any) -> None:
+        self._socket, self._timeout = connection._sock, connection.socket_timeout
+        self._reader = ReplyReader(MOST_NAMES, MOST_TEXT)
+        self._end = CLOCK.now() + LONGEST_TALK
+
+    def read_response(self, *_: Any, **__: Any) -> Any:
+        """Return the next reply, or the error that it is. Raises redis.RedisError."""
+        until = min(self._end, CLOCK.now() + self._timeout)
+        try:
+            while (reply := self._reader.gets()) is INCOMPLETE:
+                self._reader.feed(self._received(until))
+            self._socket.settimeout(self._timeout)
+        except TimeoutError:
+            raise redis.TimeoutError("Timeout reading from socket") from None
+        except OSError as error:
+            raise redis.ConnectionError(str(error)) from None
+        except hiredis.ProtocolError as error:
+            raise redis.InvalidResponse(str(error)) from None
+        if type(reply) is not hiredis.ReplyError:
+            return reply
+        refusal = self.parse_error(str(reply))
+        if isinstance(refusal, redis.ConnectionError):
+            raise refusal
+        return refusal
+
+    def _received(self, until: float) -> Any:
+        left = until - CLOCK.now()
+        if left <= 0:
+            raise TimeoutError
+        self._socket.settimeout(left)
+        return self._socket.recv(MOST_AT_ONCE) or refuse(ENDED)
 
 
 _send, _recv = keeping_gil.send, keeping_gil.recv

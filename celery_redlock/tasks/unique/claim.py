@@ -23,7 +23,6 @@ from celery_redlock.label import RunId
 from celery_redlock.lock.engine.session import Session
 from celery_redlock.lock.model.keys import SENDING, SENT, completion_key
 from celery_redlock.lock.platform.threads import uninterruptible
-from celery_redlock.lock.server.error_hints import causes_of
 from celery_redlock.lock.transport.command import IGNORE_REPLY, Command, encode_command
 from celery_redlock.lock.validation import LONGEST
 from celery_redlock.tasks.delivery.delivery import HEADER, LockHeader, is_moment
@@ -124,19 +123,22 @@ class Claim:
         """
         clock, tries = self._session.clock, 0
         patience = self._sending_ttl if self._debounce is None else MOST_WAIT
-        until = clock.now() + patience
+        started = clock.now()
         while True:
-            rival = self._attempt()
+            rival = self._attempt(started)
             if isinstance(rival, EarlierSend):
                 return rival
-            if not rival or clock.now() > until:
+            if not rival or clock.now() > started + patience:
                 return None
             pause = min(_LONGEST_PAUSE, _FIRST_PAUSE * 2 ** min(tries, 16))
             clock.sleep(random.uniform(0.001, pause))  # noqa: S311 - no secret
             tries += 1
 
-    def _attempt(self) -> EarlierSend | bool:
-        """Try once: return the earlier send, or whether to try again as a rival is unconfirmed."""
+    def _attempt(self, since: float) -> EarlierSend | bool:
+        """Try once: return the earlier send, or whether to try again as a rival is unconfirmed.
+
+        since: the monotonic second of the first try.
+        """
         session, replaced = self._session, None
         # a new one for each try: the release of an old one, delivered late, cannot end this one
         self._token, self._rounds = session.platform.new_token(), []
@@ -156,8 +158,8 @@ class Claim:
             return False
         self.give_up()
         if first.voted < session.nodes.quorum:
-            causes = causes_of(session.nodes.all)
-            raise QuorumUnreachable(self.name, causes, session.nodes.quorum)
+            waited, resource = session.clock.now() - since, self.name.partition(":")[2]
+            raise QuorumUnreachable(resource, first.causes(), session.nodes.quorum, waited)
         return earlier is not None or any(not one.is_sent for one in first.earlier.values())
 
     def _message_token(self, replaced: EarlierSend | None) -> ClaimToken:

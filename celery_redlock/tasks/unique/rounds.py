@@ -17,6 +17,7 @@ from celery_redlock.lock.engine.session import Session
 from celery_redlock.lock.model.keys import parts_of_claim, unique_key
 from celery_redlock.lock.model.lease import validity
 from celery_redlock.lock.platform.threads import uninterruptible
+from celery_redlock.lock.server.error_hints import causes_of, strip_args
 from celery_redlock.lock.server.requests import UNIQUE
 from celery_redlock.lock.transport.command import (
     IGNORE_REPLY,
@@ -86,19 +87,22 @@ class ClaimRound(Round):
     waits for all nodes that have a burst, since one whose clock was set is to be outvoted.
     """
 
-    __slots__ = ("_asks_age", "_found", "_nodes", "_repeated", "wanted")
+    __slots__ = ("_asks_age", "_errors", "_found", "_nodes", "_repeated", "wanted")
 
     def __init__(self, nodes: Nodes, *, asks_age: bool = False) -> None:
         self._asks_age = asks_age
         self.decided, self.wake, self.wanted = False, None, True
-        self._nodes, self._repeated = nodes, set[int]()
+        self._nodes, self._repeated, self._errors = nodes, set[int](), dict[int, NodeError]()
         # by node, as of `read_reply`; None: it failed. Another thread may add a late reply
         self._found: dict[int, EarlierSend | bool | None] = {}
 
     def on_reply(self, node: int, sent: float, reply: Any, run_id: str) -> None:
         """Count the reply of a node. Raises UnexpectedReplyError."""
-        self._found[node] = None if type(reply) is hiredis.ReplyError else read_reply(reply)
-        self._decide_if_clear()
+        if type(reply) is hiredis.ReplyError:
+            self._fail(node, NodeError("", strip_args(str(reply))))
+        else:
+            self._found[node] = read_reply(reply)
+            self._decide_if_clear()
 
     def on_error(self, node: int, command: Command, error: NodeError) -> None:
         """Repeat the request once on a new connection: a second execution changes nothing."""
@@ -106,8 +110,11 @@ class ClaimRound(Round):
             self._repeated.add(node)
             self._nodes.send_to(node, command)
         else:
-            self._found[node] = None
-            self._decide_if_clear()
+            self._fail(node, error)
+
+    def _fail(self, node: int, error: NodeError) -> None:
+        self._errors[node], self._found[node] = error, None
+        self._decide_if_clear()
 
     def _decide_if_clear(self) -> None:
         """Decide once no missing reply can change whether a quorum agrees, and on what."""
@@ -135,6 +142,12 @@ class ClaimRound(Round):
     def voted(self) -> int:
         """How many nodes gave a valid reply."""
         return sum(found is not None for found in self._found.copy().values())
+
+    def causes(self) -> list[str]:
+        """Return one text for each node that gave no valid reply in time."""
+        nodes, errors, found = self._nodes, self._errors.copy(), self._found.copy()
+        has_failed = len(errors) > len(nodes.all) - nodes.quorum  # before the time was up
+        return causes_of(nodes.all, errors, voted=None if has_failed else {*found} - {*errors})
 
     @property
     def reached(self) -> bool:

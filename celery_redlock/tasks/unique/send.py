@@ -65,6 +65,9 @@ def send_unique(
     given = check_options(given, settings, lambda option: OptionSource(level, option), travels=True)
     check_together(level, given)
     check_resources(level, check_text(level, "resource", resource))
+    if unique_for is None and debounce is None:
+        hint = "set unique_for or debounce: without them each call is sent; then use app.send_task"
+        raise SettingsError(level, "unique_for", "None", hint)
     add_is_duplicate(app)
     publish = functools.partial(app.send_task, name, args, kwargs)
     lock_options = TaskLockOptions(**{**BUILT_IN, "ttl": settings.max_ttl, **given})

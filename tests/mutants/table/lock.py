@@ -98,7 +98,7 @@ MUTANTS = (
            "            self.events.lost(acquisition, reason)\n", "            return\n"),
     Mutant("extend ends well though no quorum of nodes renewed the lock",
            "lock.engine.renewer:Renewer.renew", "contract/test_nonsense.py::prolongs_nothing",
-           "return not unconfirmed", "return True"),
+           "return list(dict.fromkeys(chain.from_iterable(causes)))", "return []"),
     Mutant("a try for several that fails keeps those that it won",
            "lock.engine.acquirer:Acquirer._undo", "contract/test_several.py::all_or_none",
            "        self._releaser.roll_back(acquisition)\n", ""),
