@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -98,6 +99,23 @@ except Exception as error:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
         assert done.stdout.startswith("SettingsError")
         assert 'needs psycopg: pip install "celery_redlock[postgresql]"' in done.stdout
+        assert SECRET not in done.stdout + done.stderr
+
+    def test_a_psycopg_without_libpq(self) -> None:
+        story = """
+from celery_redlock import Redlock
+try:
+    Redlock(["postgresql://u:sekret@h/db"])
+except Exception as error:
+    print(type(error).__name__, error)
+"""
+        done = subprocess.run(
+            [sys.executable, "-c", story], capture_output=True, text=True, timeout=60, check=True,
+            env={**os.environ, "PSYCOPG_IMPL": "other"},
+        )  # fmt: skip
+        assert done.stdout.startswith("SettingsError")
+        assert 'pip install "celery_redlock[postgresql]", and unset PSYCOPG_IMPL: ' in done.stdout
+        assert "'other'" in done.stdout
         assert SECRET not in done.stdout + done.stderr
 
     @pytest.mark.parametrize(

@@ -266,7 +266,7 @@ def _finish_connecting(connection: pq.abc.PGconn, until: float) -> None:
     except psycopg.Error as error:
         raise redis.ConnectionError(words_of(str(error))) from None
     if state == pq.PollingStatus.FAILED:
-        raise redis.ConnectionError(words_of(connection.get_error_message()))
+        raise redis.ConnectionError(words_of(pq.error_message(connection)))
 
 
 def _packed(words: Sequence[Any]) -> bytes:

@@ -324,9 +324,11 @@ def _postgres_address(url: str, level: str, name: str) -> Address:
     try:  # by name: nothing else imports what only users of PostgreSQL have installed
         address_of = importlib.import_module(POSTGRES).address_of
     except ImportError as missing:
-        if (missing.name or "").partition(".")[0] != "psycopg":
+        if (missing.name or "psycopg").partition(".")[0] != "psycopg":
             raise
         hint = 'needs psycopg: pip install "celery_redlock[postgresql]"'
+        if not missing.name:  # psycopg is there, and finds no libpq
+            hint = f"{hint}, and unset PSYCOPG_IMPL: {' '.join(str(missing).split())}"
     else:
         try:
             return cast("Address", address_of(url))
