@@ -64,3 +64,26 @@ def test_a_line_of_a_run_has_its_task_and_resource(
     assert re.search(r"^'stock:2' is held by .+, not renewed for 2[2-9] s$", reason)
     redlock_of(app).close()
     app.close()
+
+
+@pytest.mark.parametrize("guard", ["strict", "off"])
+def test_an_idle_process_tells_of_a_node_only_if_it_is_not_back_and_of_its_return(
+    guard: str, mortal_nodes: Nodes, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "celery_redlock")
+    urls = [node.url for node in mortal_nodes]
+    with Redlock(urls, node_timeout=NODE_TIMEOUT, restart_guard=guard) as redlock:
+        settle(redlock)
+        session, (node, *_) = redlock.session, redlock.session.nodes.all
+        before = node.connection
+        mortal_nodes[0].kill()
+        mortal_nodes[0].start()
+        session.watchdog.run_maintenance_by(session.clock.now())  # otherwise it is idle for longer
+        eventually(lambda: node.connection not in (None, before))
+        mortal_nodes[0].kill()
+        session.watchdog.run_maintenance_by(session.clock.now())
+        (failed,) = eventually(lambda: fields(caplog, "node_failed"))
+        assert "refused" in str(failed["message"])
+        mortal_nodes[0].start()
+        (back,) = eventually(lambda: fields(caplog, "node_recovered"))
+        assert back["node"] == failed["node"] == node.name

@@ -182,6 +182,8 @@ class Events:
     def node_changed(self, node: Node, error: NodeError | None) -> None:
         """Report that a node stopped answering; without an error, that the node answers again."""
         self._watchdog.call_soon(self._report_node, node.name, error)
+        if error is not None:  # the maintenance connects again, and so hears that it is back
+            self._watchdog.run_maintenance_by(self._clock.now())
 
     def _report_node(self, name: str, error: NodeError | None) -> None:
         record: Any

@@ -25,6 +25,7 @@ from celery_redlock.lock.transport.address import Address
 from celery_redlock.lock.transport.connection import connect_budget
 
 EXCHANGED_EVERY = 1 / 3  # of a grace period: how often nodes get the tenures of other nodes
+RECONNECT_IDLE = 2.0  # seconds after which a process without a lock tries its missing nodes again
 IDLE = 30.0  # seconds after which an unused connection is checked by a PING
 
 
@@ -132,16 +133,16 @@ class Session(Core):
         self.releaser.run_maintenance(now)
         idle = min(IDLE, self.exchanged_every)
         self.guard.keep_alive(idle)
-        gone = bool(self.watchdog.watched) and self.nodes.reconnect()
+        is_watching = bool(self.watchdog.watched)
+        # also without a lock: otherwise nobody hears that a node is back
+        gone = (is_watching or not self._is_ending) and self.nodes.reconnect()
         again = min(self.nodes.pollers.drop_spare(now), self.releaser.repeats_at)
         # checked last: the reports of broken connections may have added work
-        if gone or self.nodes.outstanding or self.releaser.is_writing:
+        if (gone and is_watching) or self.nodes.outstanding or self.releaser.is_writing:
             return min(again, now + timeout)
         if self._is_ending:
             if self.releaser.repeats_at < math.inf or self.watchdog.is_busy:
                 return now + timeout
             self.close()
             return math.inf
-        if any(node.connection for node in self.nodes.all):
-            return min(again, now + idle)
-        return again
+        return min(again, now + (RECONNECT_IDLE if gone else idle))

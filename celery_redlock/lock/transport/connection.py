@@ -32,6 +32,10 @@ _RESET_ON_CLOSE = struct.pack("ii", 1, 0)  # SO_LINGER: unsent bytes go with the
 MOST_AT_ONCE = 65536  # bytes of a read
 
 
+class GarbledError(OSError):
+    """The bytes of a server fit no command."""
+
+
 @dataclass
 class Peer:
     """The server at the other end of a connection, as found by the handshake.
@@ -150,13 +154,13 @@ class RedisConnection:
                 done((in_flight[0], reply))
                 in_flight.popleft()  # last: if an exception strikes before, no command is lost
         except IndexError:
-            raise OSError("an unexpected answer") from None
+            raise GarbledError("an unexpected answer") from None
         except BlockingIOError:
             return  # nothing has come
         except OSError:
             raise
         except hiredis.ProtocolError as error:
-            raise OSError(f"not a Redis server: {error}") from error
+            raise GarbledError(f"not a Redis server: {error}") from error
         except BaseException:
             self.poisoned = True
             raise

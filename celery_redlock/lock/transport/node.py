@@ -19,12 +19,14 @@ from celery_redlock.lock.platform.clock import Platform
 from celery_redlock.lock.platform.threads import PAUSES, DeadlineTimer, JobQueue
 from celery_redlock.lock.transport.address import Address
 from celery_redlock.lock.transport.command import Entry
-from celery_redlock.lock.transport.connection import Connection, Peer, connect_budget
+from celery_redlock.lock.transport.connection import Connection, GarbledError, Peer, connect_budget
 
 LONGEST_RECONNECT = 1.0  # seconds between two tries to reach a node
 RECONNECT = ExponentialBackoff(cap=LONGEST_RECONNECT, base=0.05)
 BUSY = "another thread was at its connection for too long"
-IDLE = "idle for too long: another server may have answered meanwhile"
+STALE = "idle for too long: another server may have answered meanwhile"
+ENDED_IDLE = "closed by the server while no command waited"
+IDLE = STALE, ENDED_IDLE  # causes that are no failure of the node
 LONGEST_CAUSE = 500  # characters of an error that are kept
 LINGER = 30.0  # seconds that the connecting thread waits for its next use
 
@@ -144,7 +146,8 @@ class Node:
             else:
                 connection.read(keeps_gil=keeps_gil)
         except OSError as error:
-            self.drop(connection, _text_of(error))
+            was_idle = not connection.in_flight and not isinstance(error, GarbledError)
+            self.drop(connection, ENDED_IDLE if was_idle else _text_of(error))
         if connection.write_buffer:
             self.jobs.do(self._flush)
         elif self.jobs.pending:
@@ -191,7 +194,7 @@ class Node:
     def _write(self, entries: Sequence[Entry], keeps_gil: bool = True) -> None:
         connection, wanted = self.connection, entries
         if connection is not None and entries[-1][1] - connection.used_at > self._longest_idle:
-            self._give_up(connection, IDLE)
+            self._give_up(connection, STALE)
             connection = None
         for command, _, _ in entries:
             if not command.handler.wanted:

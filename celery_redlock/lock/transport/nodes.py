@@ -355,7 +355,9 @@ class Nodes:
                 connection.close(reset=True)
                 self.pollers.rearm()  # another file may get its descriptor number now
             # an idle connection has not failed: a connect follows, and may report more
-            if error.cause != IDLE and not self._closed:
+            if error.cause in IDLE:
+                self.all[index].connect()
+            elif not self._closed:
                 was_down = index in self._down
                 self._down.add(index)
                 self._gate.down(self.all[index], error, was_down)
