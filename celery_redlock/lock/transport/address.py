@@ -106,10 +106,8 @@ class Address(Protocol):
 
 @dataclass(frozen=True)
 class RedisAddress:
-    """The address of a Redis or Valkey node, and how to connect to it.
+    """The address of a Redis or Valkey node: see `Address`. name: host and port, or path.
 
-    name: host and port, or path, for logs and errors; never with credentials.
-    server: a canonical spelling, equal for two addresses of one server.
     sentinels: the Sentinels that know the place of the node; the one to ask first is the first.
     """
 
