@@ -157,6 +157,19 @@ def test_the_doctor_says_that_a_promoted_standby_may_lack_locks(server: Postgres
         assert doubts(server.url) == [("synchronous_standby_names", "''")]
 
 
+def test_the_doctor_says_what_a_user_without_pg_monitor_cannot_see(server: PostgresNode) -> None:
+    server.setup()
+    server.query("GRANT USAGE ON SCHEMA redlock TO locks")
+    with standby(server, synchronous=True), ExitStack() as stack:
+        assert doubts(as_locks(server)) == [("rights", "locks")]
+        for _ in range(33):  # of 40, of another user
+            stack.enter_context(closing(server.connect()))
+        used, rights = doubts(as_locks(server))
+        assert (used[0], rights[0]) == ("connections", "rights")
+        server.query("GRANT pg_monitor TO locks")
+        assert [setting for setting, _ in doubts(as_locks(server))] == ["connections"]
+
+
 def test_the_doctor_counts_connections_and_long_transactions(
     server: PostgresNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:

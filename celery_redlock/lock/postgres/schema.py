@@ -16,10 +16,9 @@ SELECT current_setting('fsync'), current_setting('full_page_writes'),
   current_setting('synchronous_standby_names'),
   (SELECT count(*) FROM pg_stat_replication),
   (SELECT count(*) FROM pg_stat_replication WHERE sync_state IN ('sync', 'quorum')),
-  (SELECT count(*) FROM pg_stat_activity WHERE backend_type = 'client backend'),
-  current_setting('max_connections')::int,
+  (SELECT sum(numbackends) FROM pg_stat_database), current_setting('max_connections')::int,
   (SELECT count(*) FROM pg_stat_activity WHERE xact_start < now() - %s::interval),
-  pg_backend_pid()
+  pg_has_role('pg_read_all_stats', 'USAGE'), current_user, pg_backend_pid()
 """
 
 
@@ -64,17 +63,14 @@ def doubts_of(connection: Any, *, hears: bool = False) -> list[tuple[str, str, s
     """
     row = connection.execute(_FACTS, [LONG]).fetchone()
     fsync, full_pages, isolation, timeout, synchronous, streaming, confirming, *rest = row
-    used, most, long_ones, pid = rest
+    used, most, long_ones, sees_all, user, pid = rest
     version = schema_version(connection)
     crash = "a crash may lose locks: set it to on"
     lost = (
         "a promoted standby may lack the newest locks, so it grants none for the longest ttl; a "
         "synchronous one lacks fewer"
     )
-    unheard = (
-        "no message arrives through it: name listen_host and listen_port in the URL, or waiters "
-        "poll"
-    )
+    unheard = "no message arrives through it: name listen_host and listen_port, or waiters poll"
     found = [
         (fsync == "off", "fsync", fsync, crash),
         (full_pages == "off", "full_page_writes", full_pages, crash),
@@ -82,13 +78,16 @@ def doubts_of(connection: Any, *, hears: bool = False) -> list[tuple[str, str, s
          "each call needs one statement more: set read committed for this user"),
         (timeout not in ("0", ""), "statement_timeout", timeout,
          "it may cut off a call that waits for its turn: set 0 for this user"),
-        (bool(synchronous) and not confirming, "synchronous_standby_names", synchronous,
+        (bool(synchronous and sees_all) and not confirming,
+         "synchronous_standby_names", synchronous,
          "no such standby streams: no lock is granted until one does"),
         (not synchronous and bool(streaming), "synchronous_standby_names", "''", lost),
         (used > MOST_USED * most, "connections", f"{used} of {most}",
          "raise max_connections, or put pgbouncer between"),
         (bool(long_ones), "transactions", f"{long_ones} older than {LONG}",
          "while they are open, deleted rows stay, and locks become slower: end them"),
+        (not sees_all, "rights", user,
+         f"it sees no standby's state, and no transaction of others: GRANT pg_monitor TO {user}"),
         (pid != connection.info.backend_pid and not hears, "pooler", "pgbouncer", unheard),
         (version != VERSION, "schema", str(version),
          f"version {VERSION} is needed: `celery -A shop redlock setup`"),
