@@ -28,6 +28,7 @@ from celery_redlock.lock.postgres.errors import words_of
 from celery_redlock.lock.postgres.pipeline import Pipeline
 from celery_redlock.lock.postgres.pubsub import PostgresPubSub
 from celery_redlock.lock.postgres.schema import (
+    STRINGS,
     VERSION,
     create_schema,
     doubts_of,
@@ -35,6 +36,7 @@ from celery_redlock.lock.postgres.schema import (
     schema_sql,
     schema_version,
 )
+from celery_redlock.lock.transport.address import unknown_option
 from celery_redlock.lock.transport.command import encode_bulk, encoded
 from celery_redlock.lock.transport.connection import Peer
 
@@ -172,7 +174,8 @@ class PostgresAddress:
             return []
 
     def setup_sql(self, prefix: str) -> str:
-        return f"BEGIN ISOLATION LEVEL READ COMMITTED;\n{schema_sql(prefix)}COMMIT;"
+        begin = f"BEGIN ISOLATION LEVEL READ COMMITTED;\n{STRINGS};"
+        return f"{begin}\n{schema_sql(prefix)}COMMIT;"
 
     def create_schema(self, prefix: str) -> bool:
         try:
@@ -195,10 +198,16 @@ class PostgresAddress:
 def address_of(url: str) -> PostgresAddress:
     """Return the address that a URL names. Raises ValueError for none of libpq's.
 
+    Raises LookupError, with a hint, for a parameter of its query that nobody knows.
     Two parameters of its query are our own: listen_host and listen_port, for messages.
     """
     place, mark, query = url.partition("?")
     given = parse_qsl(query, keep_blank_values=True)
+    known = {one.keyword.decode(): one for one in pq.Conninfo.get_defaults()}
+    if "@" not in query:  # else it may be the rest of a password
+        for name, _ in given:
+            if name not in (names := [*known, "ssl", *LISTENS]):
+                raise LookupError(unknown_option(name, names, "libpq"))
     listens = {name.removeprefix("listen_"): one for name, one in given if name in LISTENS}
     rest = urlencode([(name, one) for name, one in given if name not in LISTENS])
     try:
@@ -207,7 +216,6 @@ def address_of(url: str) -> PostgresAddress:
         raise ValueError("not a URL of libpq") from None
     if "@" in url.partition("://")[2].partition("/")[2].partition("?")[0]:
         raise ValueError("a password with a slash, which libpq takes for host and database")
-    known = {one.keyword.decode(): one for one in pq.Conninfo.get_defaults()}
 
     def value(keyword: str, default: str) -> str:
         found = options.get(keyword) or (known[keyword].val or b"").decode()

@@ -10,6 +10,8 @@ from celery_redlock.lock.model.keys import guard_keys, tenure_key
 VERSION = 1  # of schema.sql
 MOST_USED = 0.8  # of max_connections
 LONG = "5 minutes"  # of a transaction: until it ends, no row that was deleted since is vacuumed
+# Before all else, and alone: the server reads the strings of a whole query by one setting.
+STRINGS = "SET LOCAL standard_conforming_strings = on"
 _FACTS = """
 SELECT current_setting('fsync'), current_setting('full_page_writes'),
   current_setting('default_transaction_isolation'), current_setting('statement_timeout'),
@@ -52,6 +54,7 @@ def create_schema(connection: Any, prefix: str = "redlock") -> bool:
         connection.execute("SELECT pg_advisory_xact_lock(hashtextextended('redlock setup', 0))")
         if schema_version(connection) is not None:
             return False
+        connection.execute(STRINGS)
         connection.execute(schema_sql(prefix))
     return True
 

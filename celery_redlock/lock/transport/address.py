@@ -15,7 +15,7 @@ import os
 import re
 import socket
 import ssl
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeVar, cast
@@ -330,6 +330,8 @@ def _postgres_address(url: str, level: str, name: str) -> Address:
     else:
         try:
             return cast("Address", address_of(url))
+        except LookupError as unknown:
+            hint = str(unknown.args[0])
         except ValueError:
             hint = (
                 "is not a URL of a PostgreSQL server; in user and password, write special "
@@ -379,6 +381,12 @@ def _canonical(host: str) -> str:
         return host.lower().rstrip(".")
 
 
+def unknown_option(name: str, known: Sequence[str], whose: str) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    more = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
+    return f"its query names {name!r}, which is not an option of {whose}; {more}"
+
+
 def _wrong_query(query: str) -> str:
     """Return what is wrong with the query of a sentinel:// URL; "" if all of it is used."""
     if "@" in query:
@@ -386,9 +394,7 @@ def _wrong_query(query: str) -> str:
     given = dict(parse_qsl(query, keep_blank_values=True, strict_parsing=True)) if query else {}
     for name, value in given.items():
         if name not in _QUERY:
-            close = difflib.get_close_matches(name, _QUERY, n=1)
-            more = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(_QUERY)}"
-            return f"its query names {name!r}, which is not an option of Sentinels; {more}"
+            return unknown_option(name, _QUERY, "Sentinels")
         if not value:
             return f"its query names {name!r} without a value"
         if name in _TLS_OPTIONS and not to_bool(given.get("ssl")):
