@@ -60,7 +60,7 @@ def redlock_waiting(state: Any) -> list[dict[str, Any]]:
             "reason": _reason_of(deferral),
             "task_id": waiting.request.id,
             "task": waiting.request.name,
-            "since": in_iso(deferral.since),
+            "since": in_iso(deferral.since or None),
             "deferrals": deferral.count,
             "tries_in": max(0.0, waiting.eta - now),
         }

@@ -47,6 +47,12 @@ logger = logging.getLogger(__name__)
 
 LEVELS = ERROR, WARNING, ADVICE = "error", "warning", "advice"
 DEFAULT_PREFETCH = 4  # Celery's default of worker_prefetch_multiplier
+# options of celery-once and celery-singleton that change what counts as the same call
+OF_OTHERS = {
+    "once": "lock_args to its keys, and lock_unique_for to its timeout",
+    "raise_on_duplicate": 'lock_on_duplicate="fail"',
+    "unique_on": "lock_args",
+}
 _NAMED = 5  # the most tasks that one lint names
 # a locked task, and the options in force in the queue of its own routing
 TaskInQueue: TypeAlias = tuple[LockedTask, EffectiveOptions]
@@ -184,7 +190,15 @@ def _all(app: Any) -> Iterator[Lint]:
 
 
 def _locking(app: Any) -> list[LockedTask]:
-    return [one for one in locked_tasks(app) if config_of(one).options.get("key") is not False]
+    return [one for one in locked_tasks(app) if _takes_lock(one)]
+
+
+def _takes_lock(task: LockedTask) -> bool:
+    """Return whether a run in the task's own queue takes a lock; a wrong option is told of."""
+    try:
+        return config_of(task).options_for(_queue_of(task)).key is not False
+    except SettingsError:
+        return True
 
 
 def _queue_of(task: LockedTask) -> str:
@@ -249,7 +263,7 @@ def _entries(app: Any) -> Iterator[Lint]:
 
 
 def _without_effect(task: LockedTask, options: EffectiveOptions) -> Iterator[Lint]:
-    """Give attributes named as options without the prefix, and options that need another one."""
+    """Give attributes that are almost options, or another plugin's, and options without effect."""
     if options["unique_for"].value is options["debounce"].value is None:
         for name in sorted(config_of(task).options.keys() & {"on_duplicate", "unique_until"}):
             one = options[name]
@@ -257,6 +271,9 @@ def _without_effect(task: LockedTask, options: EffectiveOptions) -> Iterator[Lin
             yield Lint(WARNING, str(one.source), repr(one.value), hint)
     for name in sorted(OPTION.keys() & vars(type(task)).keys()):
         hint = f"does not change the lock: did you mean lock_{name}?"
+        yield Lint(WARNING, f"task {task.name!r}: {name}", repr(vars(type(task))[name]), hint)
+    for name in sorted(OF_OTHERS.keys() & vars(type(task)).keys()):
+        hint = f"is an option of another plugin, without effect here: set {OF_OTHERS[name]}"
         yield Lint(WARNING, f"task {task.name!r}: {name}", repr(vars(type(task))[name]), hint)
 
 

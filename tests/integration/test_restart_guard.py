@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -14,6 +15,8 @@ import pytest
 from celery_redlock.testing import embedded_nodes
 from tests.conftest import PATIENCE, Nodes, eventually, trust_nodes
 from tests.integration.conftest import ROOT, MakeStage, Stage
+from tests.integration.deliveries import QUEUE, deliver
+from tests.integration.test_twins import MAY_RUN as UNKNOWN
 
 MAX_TTL = 16.0  # s: of silence, too, in which a worker must have begun and met it
 SILENCE = MAX_TTL + 1  # s
@@ -86,6 +89,27 @@ def test_the_first_start_says_one_plain_line_and_its_command_starts_what_waits(
     for result in results:
         assert result.get(timeout=120) == 0
     assert is_long_before(min(tries))
+
+
+def test_a_redelivery_that_cannot_ask_for_its_first_delivery_is_started_as_well(
+    make_stage: MakeStage, new_nodes: Nodes
+) -> None:
+    stage = make_stage(new_nodes, redlock_max_ttl=600)
+    worker = stage.worker(concurrency=2)
+    result = stage.tasks.late.apply_async(("k",), queue="held-back")
+    payload = json.loads(str(stage.broker.client().rpop("held-back")))
+    payload["properties"]["delivery_info"]["routing_key"] = QUEUE
+    deliver(stage, json.dumps(payload))
+    waits = re.compile(rf"{result.id}\] {UNKNOWN}.*; it checks again in (\d+)")
+    found = eventually(lambda: waits.search(worker.output()))
+    assert int(found[1]) > 20
+    # it is in the room, and subscribed: `trust` reaches it
+    ask = stage.app.control.broadcast
+    eventually(lambda: any(map(any, map(dict.values, ask("redlock_waiting", reply=True)))))
+    at = datetime.now(timezone.utc) + timedelta(seconds=int(found[1]))
+    trust_nodes(new_nodes)
+    assert result.get(timeout=120) == 0
+    assert is_long_before(at)
 
 
 @pytest.mark.parametrize("pool", ["gevent", "threads"])

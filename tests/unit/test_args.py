@@ -99,6 +99,7 @@ class TestWhatIsWrong:
             ({"redlock_ttl": 30}, "did you mean lock_ttl?"),
             ({"LOCK_TTL": 30}, "did you mean lock_ttl?"),
             ({"lockkey": "a"}, "did you mean lock_key?"),
+            ({"lock_expiry": 60}, "did you mean 'lock_unique_for'?"),
             ({"ttl": 30, "TTL": 30, "clock_key": "a", "locked": True}, ""),
         ],
     )

@@ -81,7 +81,7 @@ def deferred(header: LockHeader, now: float = NOW) -> LockHeader:
 
 
 def waiting(header: LockHeader) -> LockHeader:
-    return header.waiting_for_first_delivery(MESSAGE, NOW, countdown=2.0)
+    return header.waiting_for_first_delivery(MESSAGE, Deferral(at=NOW, countdown=2.0))
 
 
 def test_a_first_delivery_was_never_deferred() -> None:

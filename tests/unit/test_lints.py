@@ -397,6 +397,31 @@ def test_a_task_is_looked_at_in_the_queue_of_its_own_routing() -> None:
     assert found[0].hint.startswith("every run of routed there")
 
 
+def test_a_task_that_no_setting_locks_is_not_told_of() -> None:
+    early, late = {"acks_late": False}, {"reject_on_worker_lost": False}
+    app = shop_of({"redlock_key": False, **ON_REDIS}, {"thank": early, "greet": late})
+    assert lint(app) == left_open(app) == ()
+    own = shop_of({"redlock_key": False}, {"thank": early, "take": {**early, "lock_key": "all"}})
+    (found,) = lint(own)
+    assert found.hint.startswith("take: a message is lost")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("once", {"keys": ["a"]}, "set lock_args to its keys"),
+        ("unique_on", ["a"], "set lock_args"),
+        ("raise_on_duplicate", True, 'set lock_on_duplicate="fail"'),
+    ],
+)
+def test_an_option_that_another_plugin_has_left_behind_is_told_of(
+    name: str, value: Any, words: str
+) -> None:
+    (found,) = lint(shop(task={name: value}))
+    assert (found.level, found.setting) == ("warning", f"task 'shop.f': {name}")
+    assert words in found.hint
+
+
 def opened(app: Celery) -> list[tuple[str, str, str]]:
     return [(one.level, one.setting, one.value) for one in left_open(app)]
 

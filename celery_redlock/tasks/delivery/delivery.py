@@ -46,7 +46,8 @@ class Deferral:
     of `resource`. rate: that of `resource` if its starts are used up, else "". is_taken: False if
     no quorum voted. why: for people. waits_for_release: the message has no budget, and no callable
     `on_conflict` or `limit` to ask, so it may wait for longer than its countdown. A redelivery that
-    waits for its first delivery has `at` and `countdown` alone, as has a debounced send.
+    waits for its first delivery has `at` and `countdown` alone, as has a debounced send; and
+    `resources` without `is_taken`, if it waits for a quorum.
     """
 
     count: int = 0
@@ -145,10 +146,9 @@ class LockHeader:
         """Return the header of a message that is republished, or waits, for its lock."""
         return replace(self, id=request.id, retries=request.retries, deferral=deferral)
 
-    def waiting_for_first_delivery(self, request: Any, now: float, countdown: float) -> LockHeader:
+    def waiting_for_first_delivery(self, request: Any, deferral: Deferral) -> LockHeader:
         """Return the header of a redelivery that is republished; its own deferrals begin anew."""
-        again = replace(self, waits=self.waits + 1)
-        return again.deferred(request, Deferral(at=now, countdown=countdown))
+        return replace(self, waits=self.waits + 1).deferred(request, deferral)
 
     def to_message(self) -> dict[str, Any]:
         """Return a mapping that any serializer takes; parts that are absent are left out."""

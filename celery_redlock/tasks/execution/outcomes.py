@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 from celery.exceptions import Ignore
 
 from celery_redlock import signals
-from celery_redlock.errors import LockTaken, NotAcquired, RedlockError
+from celery_redlock.errors import LockTaken, NotAcquired, QuorumUnreachable, RedlockError
 from celery_redlock.label import is_of_run
 from celery_redlock.lock.engine.acquirer import SupersededError
 from celery_redlock.lock.engine.session import Session
@@ -227,8 +227,11 @@ def wait_for_first_delivery(delivery: Delivery, refusal: Exception) -> NoReturn:
         why = f"has already ended, by {first}"
     extra = delivery.log_extra("redelivery_waits", countdown=countdown)
     logger.info("%s %s; it checks again in %.2f s", delivery, why, countdown, extra=extra)
-    now = time_of_nodes(app)
-    header = delivery.header.waiting_for_first_delivery(delivery.request, now, countdown)
+    wait = Deferral(at=time_of_nodes(app), countdown=countdown)
+    if isinstance(refusal, QuorumUnreachable):  # so the waiting room dispatches it at the next one
+        of, why = refusal.resource, describe_refusal(refusal)
+        wait = replace(wait, resource=of, resources=(of,), is_taken=False, why=why)
+    header = delivery.header.waiting_for_first_delivery(delivery.request, wait)
     republish(delivery, header, countdown)
     delivery.request.__dict__[CONTINUES] = True
     raise Ignore("runs already")

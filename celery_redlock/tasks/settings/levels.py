@@ -31,7 +31,8 @@ from celery_redlock.tasks.settings.templates import templates_of
 
 # Other locks' words for these options: by its spelling alone, `timeout` is closest to `limit`.
 SYNONYMS = {
-    **dict.fromkeys(("timeout", "expire", "expires", "expiry", "lease"), "ttl"),
+    **dict.fromkeys(("timeout", "expire", "expires", "lease"), "ttl"),
+    "expiry": "unique_for",  # celery-singleton's lock_expiry
     **dict.fromkeys(("blocking_timeout", "acquire_timeout"), "wait"),
 }
 KEY_OPTIONS = ("key", "args")  # two ways to name the resource: a level that sets one decides both
