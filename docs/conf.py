@@ -6,7 +6,9 @@ The lists of `docs/index.md` are the navigation: each page has to stand in one.
 
 from __future__ import annotations
 
+import contextlib
 import html
+import inspect
 import re
 import sys
 import textwrap
@@ -164,6 +166,43 @@ def _without_any(
     return signature, returns
 
 
+def _with_lists(app: Any, what: str, name: str, of: Any, options: Any, lines: list[str]) -> None:
+    """Turn a docstring, which is plain text, into what a page shows.
+
+    "name: its meaning." of parameters and fields becomes a list, "Raises ..." a paragraph, a page's
+    path a link. A module's docstring is for developers.
+    """
+    paragraphs = [] if what == "module" else "\n".join(lines).strip().split("\n\n")
+    known = "|".join(sorted(_names_of(of), key=len, reverse=True)) or "-"
+    shown = []
+    for paragraph in paragraphs:
+        text = re.sub(r"docs/([\w/-]+)\.md", r":doc:`/docs/\1`", " ".join(paragraph.split()))
+        item = rf"(?:^|(?<=[.;] ))((?:{known})(?:, (?:{known}))*): "
+        begin, *items = re.split(item, text)
+        begin, *after = re.split(r"(?<=[.]) (?=Raises |Returns )", begin)
+        shown.append(begin.strip())
+        for names, meaning in zip(items[::2], items[1::2], strict=True):
+            meaning, *more = re.split(r"(?<=[.]) (?=Raises |Returns )", meaning.strip())
+            named = ", ".join(f"`{one}`" for one in names.split(", "))
+            shown.append(f"- {named}: {meaning.rstrip(';.')}")
+            after += more
+        shown.append(" ".join(after))
+    lines[:] = "\n\n".join(shown).split("\n")
+
+
+def _names_of(of: Any) -> set[str]:
+    """Return the names of the parameters and fields of a class or function."""
+    names = set(getattr(of, "__annotations__", ()))
+    if callable(of):
+        with contextlib.suppress(TypeError, ValueError):  # of a class that has no signature
+            names |= {*inspect.signature(of).parameters}
+    if isinstance(of, type):
+        names.update(*(vars(base).get("__annotations__", ()) for base in of.__mro__))
+        with contextlib.suppress(KeyError, OSError):  # of a class whose fields make it
+            names |= {*re.findall(r"self\.(\w+)", inspect.getsource(vars(of)["__init__"]))}
+    return {one for one in names if not one.startswith("_")}
+
+
 def setup(app: Any) -> None:
     """Let the index become the navigation as it is read, and add to each page as it is written."""
     app.connect("source-read", _read)
@@ -171,3 +210,4 @@ def setup(app: Any) -> None:
     app.connect("build-finished", _write_first_page)
     app.connect("html-page-context", _add_metadata)
     app.connect("autodoc-process-signature", _without_any)
+    app.connect("autodoc-process-docstring", _with_lists)

@@ -39,6 +39,7 @@ def _in_order(found: re.Match[str]) -> str:
 _NORMAL = (  # what differs from run to run, and what it is compared as
     (re.compile(r"\b\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:\.\d+)?(?:[+-]\d\d:\d\d|Z)?"), "TIME"),
     (_ID, lambda found: f"{found[1]}-..." if found[1] in _CAST else "ID"),
+    (re.compile(r"\b\d\d:\d\d:\d\d UTC"), "TIME"),
     (re.compile(r'("(?:pid|deferrals)": )\d+'), r"\1N"),
     (re.compile(r"[+-]?\b\d+(?:\.\d+)+(?:e-\d+)?"), "N"),
     (re.compile(r"(?:\b[\dN]+ (?:d|h|min|s|ms)\b ?)+"), "N s "),

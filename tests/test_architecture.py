@@ -106,12 +106,13 @@ PRIVATE_NAMES_IN_TESTS: dict[str, tuple[str, str]] = {
     "simulation/schedules.py": ("_options", "draws what a worker decides by a message"),
     "simulation/stage.py": ("_options", "says when a body begins, as the run of a task does"),
     "unit/test_compatibility.py": ("_announce_revoked", "is Celery's, not ours"),
+    "unit/test_log_page.py": ("_log_report _unknown_queues", "writes lines that no format shows"),
     "unit/test_dispatch.py": ("_eta_timer_entry _limit_move_to_pool", "is Celery's, not ours"),
     "unit/test_untried.py": ("_limit_move_to_pool", "is Celery's, not ours"),
 }
 # Lines and modules of the package, and what a walk of `tests/walks.py` passes: files, functions and
 # classes. They only fall; a feature that raises one does so in a commit of its own, and says why.
-LINES, FILES = 24176, 102
+LINES, FILES = 24362, 103
 WALKS = {
     "a plain lock": (23, 96, 27),
     "a message in a worker": (41, 158, 37),

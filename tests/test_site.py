@@ -148,6 +148,15 @@ def test_the_reference_shows_every_public_name_and_no_type_that_says_nothing(sit
     assert re.findall(r"\w+ ?\(Any\)|\w+: Any\b|→ Any\b", shown) == []
 
 
+def test_the_python_api_lists_parameters_and_tells_developers_nothing(site: Path) -> None:
+    api = (site / "docs" / "reference" / "python-api.html").read_text(encoding="utf-8")
+    told = [re.sub(r"<[^>]+>", "", one) for one in re.findall(r"<p>(.*?)</p>", api, re.DOTALL)]
+    assert len(told) > 200
+    assert [one for one in told if re.search(r"[.;]\s\w+:\s|\.(?:md|py)\b", one)] == []
+    for name in ("node_timeout", "on_lost", "is_sent", "unique_until", "task_id"):
+        assert re.search(rf'<li><p>[^:]*<span class="pre">{name}</span></code>[^:]*: ', api), name
+
+
 @pytest.mark.parametrize("query", SEARCHED)
 def test_the_search_of_the_site_finds_the_words_of_the_field(
     search_index: dict[str, Any], query: str

@@ -67,6 +67,7 @@ class Redlock:
     restart_guard: which new or restarted nodes wait before they vote. "strict": a node waits for
     max_ttl and a second, unless it is trusted (`trust`). "off": every node votes. "auto": "strict"
     with two nodes or more, or with PostgreSQL, else "off".
+
     One object serves all threads and greenlets of a process. A forked child makes its own
     connections. Raises SettingsError.
     """
@@ -136,7 +137,9 @@ class Redlock:
         whether a thread, greenlet or asyncio task that holds the resource may acquire it again; if
         not, it is refused as another client is. on_lost: called with the LockLost once the lock is
         lost, in a thread of the package, as the signal `lock_lost` is sent; what it raises is
-        logged. A nested acquire relies on the outer lock, and on that one's. Raises SettingsError.
+        logged. Raises SettingsError.
+
+        A nested acquire relies on the outer lock, and on the `on_lost` of the outer lock.
         """
         level = f"{type(self).__name__}.lock"
         resources = check_resources(level, resource)

@@ -31,13 +31,13 @@ __all__ = [
 
 @dataclass(frozen=True)
 class NodeStatus:
-    """The status of one node.
+    """The status of one node. Its fields are those of the documented JSON.
 
     node: the address. error: the cause if the node does not answer; all other fields are unknown
     then. role: "master" or "slave". uptime, latency: seconds. clock: seconds by which the node's
     clock is ahead of this machine's. policy: the maxmemory-policy. silent_for: remaining seconds of
     the grace period, in which the node abstains. knows_us: whether the server has voted for this
-    prefix, or may do so without `trust`. Its fields are those of the documented JSON.
+    prefix, or may do so without `trust`.
     """
 
     node: str = ""

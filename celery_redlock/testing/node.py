@@ -40,8 +40,8 @@ class FakeNode:
 
     It answers this package's requests, by the package's own scripts, and no others: it cannot be a
     broker. `start`, `kill`, `pause`, `resume` and `with` work as for an `EmbeddedNode`; `kill`
-    loses the keys. clock: several nodes may share one; None makes a new one.
-    Other processes may connect, but their leases use the machine's clock.
+    loses the keys. Other processes may connect, but their leases use the machine's clock. clock:
+    several nodes may share one; None makes a new one.
     """
 
     def __init__(self, clock: VirtualClock | None = None) -> None:

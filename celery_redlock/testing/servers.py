@@ -171,6 +171,7 @@ class WorkerProcess:
     """A Celery worker in a process group of its own. log: the file with its output.
 
     app: as for `celery -A`. command: runs instead of the command line that the other options give.
+
     At the exit of `with` the worker gets a warm shutdown, then the group is killed.
     """
 

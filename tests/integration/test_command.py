@@ -124,14 +124,14 @@ def test_each_command_says_in_one_line_what_is_wrong_with_the_settings(
     assert told.exit_code == 1
     assert told.output.startswith("Error: task 'shop.f': lock_key='k:{nn}': ")
     assert told.output.count("\n") == 1
-    assert "No app is named" not in told.output
+    assert "no app is given" not in told.output
 
 
 def test_who_forgets_to_name_the_app_is_told(tmp_path: Path) -> None:
     told = run_celery("", tmp_path, "locks")
     assert told.returncode == 1
-    assert told.stderr.startswith("Error: app: redlock_nodes=None: ")
-    assert told.stderr.endswith("No app is named: celery -A shop redlock ...\n")
+    use = "Error: no app is given. Use: celery -A shop redlock locks (without an app: app: "
+    assert told.stderr.startswith(use)
 
 
 def test_rules_are_shown_with_where_each_was_set(stage: Stage) -> None:
@@ -182,9 +182,15 @@ def test_the_doctor_says_what_is_wrong_and_which_nodes_vote(
     assert "No problems found." not in lints
     assert [line for line in lints if line.startswith("warning  app: redlock_queues='celrey'")]
     assert [line for line in lints if line.startswith("advice   acks_late=False")]
+    explain = "celery redlock explain"
+    count = sum(line.startswith("warning") for line in rest)
+    assert rest[-1] == f"{count} warnings found. See `{explain} doctor-reports-a-setting`"
     for node in mortal_nodes[:2]:
         node.kill()
-    assert command("doctor").exit_code == 1
+    told = command("doctor")
+    assert told.exit_code == 1
+    codes = f"`{explain} a-node-gives-no-vote` and `{explain} doctor-reports-a-setting`"
+    assert told.output.endswith(f"\n2 errors and {count} warnings found. See {codes}\n")
     shown = in_json("doctor")
     assert (shown["nodes"]["voting"], shown["nodes"]["from"]) == (1, "redlock_nodes")
     assert len(shown["nodes"]["failing"]) == 2
@@ -203,6 +209,15 @@ def test_the_doctor_finds_no_problem_where_there_is_none(nodes: Nodes, tmp_path:
     ]
 
 
+def test_the_doctor_advises_against_two_nodes(make_stage: MakeStage, nodes: Nodes) -> None:
+    line = (
+        "advice   app: redlock_nodes=2 nodes: while one of them is away, no lock is granted: name "
+    )
+    for count in (2, 3):
+        make_stage(nodes[:count])
+        assert (line in command("doctor").output) == (count == 2)
+
+
 def test_a_node_that_nobody_has_used_is_new_and_not_silent_and_stays_so(
     make_stage: MakeStage,
 ) -> None:
@@ -212,6 +227,8 @@ def test_a_node_that_nobody_has_used_is_new_and_not_silent_and_stays_so(
         assert told.exit_code == 1  # the first lock would have to wait
         assert told.output.count("(redlock_nodes): new: will grant no lock for 61 s") == 3
         assert "restart guard" not in told.output
+        last = " warnings found. See `celery redlock explain restarted-and-new-nodes` and `celery "
+        assert last in told.output.splitlines()[-1]
         shown = in_json("doctor")["nodes"]
         assert (shown["new"], shown["silent"]) == (shown["names"], {})
         assert not any(node.client().keys("*") for node in new)  # to look is not to use
@@ -269,17 +286,43 @@ class Terminal:
         os.close(self._side)
 
 
-def test_an_id_is_whole_on_a_narrow_terminal(stage: Stage) -> None:
+def hold_on_nodes(nodes: Nodes, holders: dict[str, str]) -> None:
+    """Write locks of tasks by hand. holders: task ids, by resource."""
+    for node in nodes:
+        for key, task_id in holders.items():
+            label = f"{task_id}:shop.orders.take_from_stock:0:0 celery@worker-1.shop.example"
+            node.client().set(lock_key("redlock", key), f"token:1:{label}", px=600_000)
+
+
+def test_a_table_has_the_first_characters_of_an_id_and_show_the_whole_one(stage: Stage) -> None:
     task_id = str(uuid.uuid4())
-    for node in stage.nodes:
-        label = f"{task_id}:shop.orders.take_from_stock:0:0 celery@worker-1.shop.example"
-        for key in ("stock:sku-7", "stock:sku-8"):
-            node.client().set(lock_key("redlock", key), f"token:1:{label}", px=60_000)
-    for words in (["locks"], ["show", "stock:sku-7"], ["show", task_id]):
+    hold_on_nodes(stage.nodes, {"stock:sku-7": task_id, "stock:sku-8": task_id})
+    for words in (["locks"], ["show", "stock:sku-7"], ["show", task_id], ["top", "--count", "1"]):
         lines = Terminal(*words).lines()
-        assert [line for line in lines if task_id in line], words
-        assert max(map(len, lines)) <= 80, words
-        assert task_id in command(*words).output
+        assert [line for line in lines if f"{task_id[:8]}-..." in line], words
+        assert max(map(len, lines)) <= 80 or words[0] == "top", words
+        assert f" {task_id[:8]}-... " in command(*words).output
+    for name in (task_id, task_id[:8], f"{task_id[:8]}-...", task_id[:20]):
+        assert f"[{task_id}]" in command("show", name).output, name
+        assert in_json("show", name)["task"]["task_id"] == task_id
+    assert in_json("show", task_id[:7])["task"] is None
+    assert {one["holder"]["task_id"] for one in in_json("locks")["locks"]} == {task_id}
+
+
+def test_ids_that_begin_alike_are_whole_and_so_are_those_of_the_users_own(stage: Stage) -> None:
+    one, other = (f"4c8f3226{str(uuid.uuid4())[8:]}" for _ in range(2))
+    own = "import-2026-11"
+    hold_on_nodes(stage.nodes, {"a": one, "b": other, "c": own})
+    told = command("locks").output
+    assert [f" {name} " in told for name in (one, other, own)] == [True, True, True]
+    asked = command("show", "4c8f3226")
+    assert asked.exit_code == 1
+    assert (
+        asked.output
+        == f"Error: 4c8f3226 begins several task ids: {', '.join(sorted((one, other)))}\n"
+    )
+    assert in_json("show", other)["task"]["resources"] == ["b"]
+    assert in_json("show", "import-2")["task"]["task_id"] == own
 
 
 def test_the_doctor_asks_running_workers_for_what_all_clients_must_share(
@@ -331,12 +374,17 @@ def test_a_long_line_of_text_is_broken_between_words(stage: Stage) -> None:
 
 def test_an_empty_list_says_so(stage: Stage) -> None:
     assert command("locks").output == "No locks are held.\n"
-    nobody = "No processes are registered as waiters.\nWhich tasks wait is unknown.\n"
+    nobody = "No process waits.\nWhich tasks wait is unknown.\n"
     assert command("waiters").output.startswith(nobody)
     assert "no worker answered" in command("waiters").output
     assert in_json("waiters")["workers"] == []
-    of_it = "No lock is held on k:k.\nIf this is a task, it is queued, in a worker that died, "
+    of_it = "No lock is held on k:k.\nA task with this id may be queued, lost with its worker, or "
     assert command("show", "k:k").output.startswith(of_it)
+    task_id = str(uuid.uuid4())
+    of_it = f"No task with the id {task_id} holds a lock.\nA task with this id may be queued, "
+    assert command("show", task_id).output.startswith(of_it)
+    of_it = f"No task with the id {task_id[:8]} holds a lock.\nGive the whole id of a task "
+    assert command("show", task_id[:8]).output.startswith(of_it)
     assert command("top", "--count", "1").output.count("No locks are held.") == 1
 
 
@@ -380,11 +428,12 @@ def test_an_operator_sees_who_holds_a_lock_and_who_waits_for_it(busy_stage: Any)
     (look,) = [in_json("top", "--count", "1")]
     assert look["locks"][0]["holder"] == held["holder"]
     for words in (("locks",), ("show", "k:k"), ("top", "--count", "2", "--interval", "0.01")):
-        assert busy_stage.running.id in command(*words).output, words
+        assert f" {busy_stage.running.id[:8]}-... " in command(*words).output, words
     assert re.match("RESOURCE .* HELD FOR .* VALID FOR", command("show", "k:k").output)
     go_on(busy_stage)
     busy_stage.see_freed("k:k")
     assert in_json("locks")["locks"] == []
+    eventually(lambda: command("waiters").output == "Nothing waits.\n")
 
 
 @pytest.mark.slow
@@ -401,6 +450,8 @@ def test_a_task_is_found_by_its_id_whatever_became_of_it(busy_stage: Any) -> Non
     assert (waits["state"], waits["resources"], waits["holds"]) == ("DEFERRED", ["k:k"], False)
     assert (waits["holder"], waits["next_try"][:2]) == (holder, "20")
     assert f"HELD BY    {holder}\n" in command("show", waiting.id).output
+    next_try = r"NEXT TRY +in \d+\.\d s \(\d\d:\d\d:\d\d UTC\)\n"  # of a worker that answers
+    eventually(lambda: re.search(next_try, command("show", waiting.id).output))
     line = f"Task {busy_stage.tasks.late.name}[{waiting.id}] deferred: lock 'k:k'"
     assert f"{line} is held by {holder}; it waits for a release\n" in busy_stage.said()
     go_on(busy_stage)
@@ -429,10 +480,12 @@ def test_a_task_for_which_no_quorum_votes_is_among_those_that_wait(
     (shown,) = eventually(lambda: in_json("show", "k:k")["waiters"]["waiting"])
     assert shown["reason"] == row["reason"]
     assert eventually(lambda: in_json("show", result.id)["task"]["reason"]) == row["reason"]
+    line = r"WHY +no quorum of 2 nodes \(.*\)\. See `celery redlock explain no-quorum`\n"
+    eventually(lambda: re.search(line, command("show", result.id).output))
 
     def is_told() -> bool:
         told = command("waiters").output
-        return "no quorum of 2 nodes" in told and result.id in told
+        return "no quorum of 2 nodes" in told and result.id[:8] in told
 
     eventually(is_told)
     ((_, rows),) = asked(stage, "redlock_waiting").items()
@@ -517,6 +570,11 @@ def test_breaking_a_permit_leaves_the_others_to_their_holders(stage: Stage, node
         one.lock("p", limit=2, wait=60),
         other.lock("p", limit=2, wait=60),
     ):
+        told = command("show", "p").output
+        for permit in range(2):  # one table, with what `--permit` takes
+            row = rf"^p \(permit {permit}\)  127\.0\.0\.1:\d+  \d+\.\d s$"
+            assert len(re.findall(row, told, re.MULTILINE)) >= 2, told
+        assert told.count("KEY EXPIRES IN") == 1
         (broken,) = in_json("break", "p", "--permit", "1", "--yes")["locks"]
         assert broken["lock"]["permit"] == 1
         assert [lock["permit"] for lock in in_json("locks")["locks"]] == [0]
@@ -571,9 +629,10 @@ def test_the_claims_of_sends_are_shown_and_ended(stage: Stage) -> None:
     eventually(lambda: [one["is_sent"] for one in in_json("claims")["claims"]] == [True, True])
     claim, _ = in_json("claims")["claims"]
     assert (claim["resource"], claim["task_id"]) == ("step:a", first.id)
-    of_it = rf"step:a +tests.once_returns +{first.id} +sent +\d+ min \d+ s +\d, 2 needed\n"
+    of_it = rf"step:a +tests.once_returns +{first.id[:8]}-... +sent +\d+ min \d+ s +\d, 2 needed\n"
     assert re.search(of_it, command("claims").output)
     assert [one["resource"] for one in in_json("claims", "*:b")["claims"]] == ["step:b"]
+    assert in_json("show", first.id[:8])["resource"] == first.id
     asked = command("break", "--claim", "step:a", says="n\n")
     assert (asked.exit_code, stage.tasks.once_returns.delay("a").is_duplicate) == (1, True)
     assert f"tests.once_returns[{first.id}] has the claim on step:a\nIts message" in asked.output
@@ -600,7 +659,11 @@ def test_an_operator_sees_how_many_permits_are_taken(stage: Stage, nodes: Nodes)
         permits, plain = in_json("locks")["locks"]
         assert (permits["used"], permits["limit"]) == (1, 3)
         assert (plain["used"], plain["limit"]) == (1, 1)
-        assert re.search(r"p .*, 2 needed  1 of 3\nplain .*, 2 needed\n", command("locks").output)
+        rows = r"p \(permit \d\) .*, 2 needed  1 of 3\nplain .*, 2 needed\n"
+        assert re.search(rows, command("locks").output)
+        for pattern, shown in (("p", ["p"]), ("pl*", ["plain"]), ("l", [])):
+            assert [one["resource"] for one in in_json("locks", pattern)["locks"]] == shown
+        assert command("locks", "l").output == "No lock is held on l.\n"
         assert "PERMITS" not in command("show", "plain").output
     stage.see_freed("p", "plain")
     assert "PERMITS" not in command("locks").output
@@ -630,7 +693,8 @@ def test_the_nodes_are_shown_and_a_quorum_that_is_away_is_told_by_the_exit_statu
         node.kill()
     told = command("status")
     assert told.exit_code == 1
-    assert "1 of 3 nodes vote, 2 needed" in told.output
+    line = "1 of 3 nodes vote, 2 needed. See `celery redlock explain no-quorum`"
+    assert told.output.splitlines()[-1] == line
     away = in_json("status")["nodes"][0]
     assert (away["votes"], "refused" in away["error"]) == (False, True)
 
@@ -781,7 +845,8 @@ def test_without_a_quorum_no_command_says_that_no_lock_is_held(
         told = command(*words)
         assert told.exit_code == 2, words
         assert "1 of 3 nodes answered, 2 needed" in told.output, words
-        assert not re.search("No lock|No processes|No tasks|No claims", told.output), words
+        assert told.output.endswith(" See `celery redlock explain no-quorum`\n"), words
+        assert not re.search("No (lock|process|task|claim)|Nothing", told.output), words
         unknown = [line for line in told.output.splitlines() if line.endswith("is unknown.")]
         assert unknown, words
         assert len({*unknown}) == len(unknown), words
@@ -916,7 +981,7 @@ def test_without_a_result_backend_a_task_is_shown_from_what_nodes_and_workers_kn
         node.client().set(lock_key("redlock", "stock:1"), f"token:1:{label}", px=60_000)
     code = f"from celery import Celery\napp = Celery(broker={nodes[0].url!r})\n"
     (tmp_path / "bare.py").write_text(code)
-    for name, found in ((task_id, "stock:1"), (str(uuid.uuid4()), "No lock is held on")):
+    for name, found in ((task_id, "stock:1"), (str(uuid.uuid4()), "No task with the id ")):
         told = run_celery("bare", tmp_path, "show", name)
         assert (told.returncode, told.stderr) == (0, "")
         assert found in told.stdout
@@ -926,11 +991,16 @@ def test_without_a_result_backend_a_task_is_shown_from_what_nodes_and_workers_kn
 
 def test_a_task_whose_holder_may_have_died_says_so(stage: Stage, key: str) -> None:
     """At the 20th of its 30 seconds a living holder has renewed its lock twice."""
-    value = f"token:{int(time.time() * 1000)}+30000:{uuid.uuid4()}:shop.take:0:0 celery@web1"
+    holder = str(uuid.uuid4())
+    value = f"token:{int(time.time() * 1000)}+30000:{holder}:shop.take:0:0 celery@web1"
     for node in stage.nodes:
         node.client().set(lock_key("redlock", f"k:{key}"), value, px=9_000)
     stage.worker("w")
     waits = stage.tasks.late.delay(key)
     stage.see_deferred(waits)
     told = command("show", waits.id).output
-    assert re.search(r"HELD BY .*shop.take.* on celery@web1, not renewed for 2\d\.\d s: ", told)
+    late = r"not renewed for 2\d\.\d s: its worker may be dead; expires in \d\.\d s\n"
+    assert re.search(rf"HELD BY .*shop.take.* on celery@web1, {late}", told)
+    for node in stage.nodes:
+        node.client().set(lock_key("redlock", f"k:{key}"), value, px=9_000)
+    assert re.search(rf"HOLDS +k:{key}\nRENEWED +{late}", command("show", holder).output)

@@ -15,9 +15,11 @@ from click.testing import CliRunner, Result
 
 from celery_redlock.operate.cli.explain import (
     LIST_OF_PASSAGES,
+    LOG_LINES,
     Passage,
     anchor_of,
     as_plain,
+    find_by_words,
     find_passage,
     read_passages,
     section_of,
@@ -27,7 +29,9 @@ from tests.pages import ROOT
 
 DOCS = ROOT / "docs"
 PASSAGES = read_passages()
+UNKNOWN = "is not a code, and no passage has its words"
 LISTED = (DOCS / LIST_OF_PASSAGES).read_text(encoding="utf-8")
+LOG_PAGE = (DOCS / LOG_LINES).read_text(encoding="utf-8")
 PAGE = """# Page
 
 ## One
@@ -59,6 +63,20 @@ def test_a_person_without_an_app_gets_the_passage(tmp_path: Path) -> None:
     assert any(re.match("`MISCONF`  +It cannot save to disk", line) for line in lines)
     assert not [line for line in lines if "](" in line or line.startswith(("#", "```", "|"))]
     assert "A node evicts keys" not in done.stdout
+
+
+def test_a_link_to_another_passage_is_the_command_that_prints_it() -> None:
+    shown = [" ".join(line.split()) for line in explain("no-quorum").stdout.splitlines()]
+    rest = "any other text The node refuses See `celery redlock explain a-node-gives-no-vote`"
+    assert rest in shown
+    twice = explain("task-ran-twice").stdout
+    assert "`lost` (`celery redlock explain locklost`)" in " ".join(twice.split())
+    for code in PASSAGES:  # to be copied from one line
+        lines = explain(code).stdout.splitlines()
+        assert [line for line in lines if line.endswith("-") and "explain" in line] == []
+        assert f"`celery redlock explain {code}`" not in explain(code).stdout
+    stays = explain("task-stays-deferred").stdout
+    assert "explain free-a-lock-that-is-held" not in stays  # it stands below
 
 
 @pytest.mark.parametrize("code", PASSAGES)
@@ -117,6 +135,36 @@ def test_a_part_and_a_title_and_a_path_find_the_passage(word: str) -> None:
     assert explain(word).stdout.startswith("No quorum\n")
 
 
+@pytest.mark.parametrize(
+    ("text", "title"),
+    [
+        ("lost 'stock", "LockLost"),
+        ("[2026-11-26 17:40:25,047: ERROR/MainProcess] node 10.0.0.1:6379 gives no vote: "
+         "READONLY You can't write against a read only replica.", "A node gives no vote"),
+        ("no quorum of 2 nodes voted on 'points:ann'; waited 5.0 s", "No quorum"),
+        ("'shop.take:98' was sent before as task 0398, which counts until its", "DuplicateTask"),
+        ("RedlockError: it failed. See `celery redlock explain redlockerror`", "RedlockError"),
+        ("node_recovered", "node_recovered"),
+    ],
+)  # fmt: skip
+def test_the_text_of_a_line_or_an_error_finds_the_passage(text: str, title: str) -> None:
+    assert explain(text).stdout.startswith(f"{title}\n")
+
+
+def test_each_line_of_the_log_finds_the_passage_that_its_row_leads_to_or_the_row() -> None:
+    table = re.findall(r"^\| `(.+)` \| `(\w+)` \| (.+) \|$", LOG_PAGE, re.MULTILINE)
+    assert len(table) > 50
+    own = "unexpected-errors"  # has its rows in its text
+    for line, event, meaning in table:
+        linked = [code for code in PASSAGES if f"#{code})" in meaning] or [event]
+        wanted = own if line in PASSAGES[own].text else linked[0]
+        found = [one.code for one in find_by_words(line, PASSAGES)]
+        # the line without a fault has the words of that with one
+        assert found == ([wanted] if wanted != "nodes_answer" else found), line
+        assert wanted in found or "no-quorum" in found, line
+    assert find_by_words("process 7 exited: released its lock", PASSAGES)[0].text.count("\n\n") > 5
+
+
 def test_a_section_ends_at_the_next_heading_of_its_level() -> None:
     assert section_of(PAGE, "one").endswith("### Part of one\n\nText.")
     assert section_of(PAGE, "part-of-one") == "### Part of one\n\nText."
@@ -131,9 +179,11 @@ def test_a_whole_code_that_is_a_part_of_another_is_found() -> None:
 @pytest.mark.parametrize(
     ("word", "told"),
     [
-        ("quorom", "quorom is not a code; did you mean 'no-quorum'?"),
-        ("lockt4ken", "lockt4ken is not a code; did you mean 'locktaken'?"),
-        ("xyz", "xyz is not a code; known: a-node-evicts-keys, a-node-gives-no-vote, "),
+        ("quorom", f"quorom {UNKNOWN}; did you mean 'no-quorum'?"),
+        ("lockt4ken", f"lockt4ken {UNKNOWN}; did you mean 'locktaken'?"),
+        ("xyz", f"xyz {UNKNOWN}; known: a-node-evicts-keys, a-node-gives-no-vote, "),
+        ("foo bar", f"foo bar {UNKNOWN}; known: "),
+        ("could not acquire", "could not acquire matches several: unexpected-errors, "),
         ("evict", None),
         (
             "node",

@@ -1,27 +1,157 @@
-"""The page of log messages has each event of the package that a log shows by default."""
+"""The page of log messages has each line of the package that a log shows by default, as it is."""
 
 from __future__ import annotations
 
 import ast
 import re
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
 
 import celery_redlock
+from celery_redlock.lock.node_status import NodeReport
+from celery_redlock.operate.lints import _unknown_queues, left_open, lint
+from celery_redlock.tasks.startup import _log_report
+from tests.unit.test_lints import shop_of
 
 PACKAGE = Path(celery_redlock.__file__).parent
-PAGE = PACKAGE.parent / "docs" / "reference" / "log-messages.md"
+PAGE = (PACKAGE.parent / "docs" / "reference" / "log-messages.md").read_text(encoding="utf-8")
 AT_DEBUG = {"copy_astray", "queue_unknown", "run_not_due"}
+BY_FUNCTION = {"lint", "left_open", "nodes_answer"}  # their whole line is "%s"
+OF_OTHERS = (  # words of redis-py, the system and RabbitMQ, and how each SettingsError begins
+    r"Error 111 connecting to \S+ Connection refused", r"\[Errno \d+\] [A-Z][a-z ]+",
+    r"[\w ':]+: \w+=\S+: \.\.\.", r"[\w.]+\[\S+\] on \S+",
+)  # fmt: skip
+TREES = [ast.parse(path.read_text(encoding="utf-8")) for path in sorted(PACKAGE.rglob("*.py"))]
 # the ways in which the package names the event of a line
-_EVENT = re.compile(r'(?:"event": |log_extra\(|_warn\(|_log\()\s*"(\w+)"')
+_EVENT = re.compile(r"(?:'event': |log_extra\(|_warn\(|_log\()\s*'(\w+)'")
+_ROW = re.compile(r"^\| (?P<lines>`.+?`) \| `(?P<event>\w+)` \|", re.MULTILINE)
+_HOLE = re.compile(r"(%(?:\.\d)?[srdf])")
+_FILLS = {"s": "(.+?)", "r": r"(['\"].+['\"]|\w+\(.+\))", "d": r"(\d+)", "f": r"(\d+\.\d+)"}
+_WORD = re.compile(r"[A-Za-z]{2,}")
 
 
-def test_every_event_is_on_the_page_of_log_messages_with_its_text() -> None:
-    sources = [path.read_text() for path in PACKAGE.rglob("*.py")]
-    written = {event for source in sources for event in _EVENT.findall(source)}
+def rows() -> list[tuple[str, str]]:
+    """Return each line of the page, and its event."""
+    found = [(row["event"], row["lines"]) for row in _ROW.finditer(PAGE)]
+    return [(event, line) for event, lines in found for line in re.findall("`([^`]+)`", lines)]
+
+
+def formats() -> Iterator[tuple[str, set[str]]]:
+    """Yield each format of a line in the code, with the events that its function names."""
+    for tree in TREES:
+        shared = {
+            one.targets[0].id: one.value
+            for one in tree.body
+            if isinstance(one, ast.Assign) and isinstance(one.targets[0], ast.Name)
+        }
+        for node in ast.walk(tree):
+            source = ast.unparse(node) if isinstance(node, ast.FunctionDef) else ""
+            events = set(_EVENT.findall(source))
+            if re.search(r"logger\.|_warn\(", source) and not events & AT_DEBUG:
+                named = [shared.get(one.id) for one in ast.walk(node) if isinstance(one, ast.Name)]
+                for text in [*texts_of(node), *(text for one in named for text in texts_of(one))]:
+                    if len(text.split()) > 2 and (_HOLE.search(text) or len(text.split()) > 8):
+                        yield text, events
+
+
+def texts_of(node: ast.AST | None) -> Iterator[str]:
+    """Yield the texts in a node, without f-strings and docstrings."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        yield node.value
+    elif node is not None and not isinstance(node, ast.JoinedStr | ast.Expr):
+        for one in ast.iter_child_nodes(node):
+            yield from texts_of(one)
+    elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+        yield from texts_of(node.value)
+
+
+def templates() -> Iterator[re.Pattern[str]]:
+    """Yield what each text of the package with two words or more may be once it is filled in."""
+    for node in (one for tree in TREES for one in ast.walk(tree)):
+        if isinstance(node, ast.JoinedStr):
+            parts = [str(one.value) if isinstance(one, ast.Constant) else "" for one in node.values]
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            parts = [node.value]
+        else:
+            continue
+        if len(_WORD.findall(" ".join(parts))) > 1:
+            yield re.compile("".join(re.escape(one) or "(.*)" for one in parts))
+
+
+def are_known(parts: Sequence[str], known: list[re.Pattern[str]]) -> bool:
+    """Return whether the package has the words of each part that has more than three."""
+    return all(
+        any((found := one.fullmatch(part)) and are_known(found.groups(), known) for one in known)
+        for part in parts
+        if len(_WORD.findall(part)) > 3
+    )
+
+
+def pattern_of(text: str) -> re.Pattern[str]:
+    """Return what a line of this format looks like; the page says once how lines at ERROR end."""
+    text = text.replace("%s%s", "%s")
+    *parts, last = _HOLE.split(re.sub(r"\. See %s$", "", text))
+    filled = [_FILLS[one[-1]] if place % 2 else re.escape(one) for place, one in enumerate(parts)]
+    return re.compile("".join([*filled, re.escape(last)]))
+
+
+def test_the_page_has_each_event_and_each_line_of_the_code() -> None:
+    written = {event for tree in TREES for event in _EVENT.findall(ast.unparse(tree))}
     assert {"lock_lost", "run_deferred", "state_not_read", "node_evicts"} <= written
-    nodes = (node for source in sources for node in ast.walk(ast.parse(source)))
-    texts = {node.value for node in nodes if isinstance(node, ast.Constant)}
-    rows = r"^\| `([^`]+)` \| `(\w+)` \|"
-    told = re.findall(rows, PAGE.read_text(encoding="utf-8"), re.MULTILINE)
-    assert {event for _, event in told} == written - AT_DEBUG
-    assert [text for text, _ in told if text not in texts] == []
+    assert {event for event, _ in rows()} == written - AT_DEBUG
+    found = list(formats())
+    assert len(found) > 45
+    missing = [
+        text
+        for text, events in found
+        if not any(
+            pattern_of(text).fullmatch(line) and (event in events or not events)
+            for event, line in rows()
+        )
+    ]
+    assert missing == []
+
+
+def test_each_line_of_the_page_has_the_words_of_the_code() -> None:
+    patterns = [pattern_of(text) for text, _ in formats()]
+    known = [*templates(), *map(re.compile, OF_OTHERS)]
+    for event, line in rows():
+        if event not in BY_FUNCTION:
+            fitting = [found for one in patterns if (found := one.fullmatch(line))]
+            assert fitting, f"the code writes no such line: {line}"
+            # of several formats, that with the most words of its own
+            filled = min((one.groups() for one in fitting), key=lambda parts: len("".join(parts)))
+            assert are_known(filled, known), line
+
+
+@pytest.mark.parametrize(
+    "report",
+    [
+        NodeReport(3, 2, ("b:6379: ...", "c:6379: ..."), {}),
+        NodeReport(3, 2, (), dict.fromkeys("abc", 61.0)),
+        NodeReport(3, 2, (), {}),
+    ],
+)
+def test_the_lines_about_the_nodes_at_a_start_are_on_the_page(
+    report: NodeReport, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO"):
+        _log_report(report)
+    (record,) = caplog.records
+    line, _, _ = record.getMessage().partition(" See `")
+    told = [one for event, one in rows() if event == "nodes_answer"]
+    assert line.rstrip(".") in [one.rstrip(".") for one in told]
+
+
+def test_the_lines_about_settings_are_those_of_an_app(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    app = shop_of({"redlock_metrics": 9808}, {"shop.take": {}})
+    closed = SimpleNamespace(task_create_missing_queues=False)
+    found = [*lint(app), *left_open(app), *_unknown_queues(["import"], ["imports"], closed)]
+    for event, line in rows():
+        if event in {"lint", "left_open"}:
+            assert [one for one in found if str(one).startswith(line.removesuffix("..."))], line

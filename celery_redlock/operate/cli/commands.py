@@ -1,25 +1,23 @@
 """The commands of `celery redlock`, each with what only that command does.
 
-They read (`status`, `locks`, `waiters`, `claims`, `show`, `top`), change something (`break`,
-`trust`, `setup`), or are about settings (`options`, `doctor`). What they show is in `views.py`, the
-screen of `top` in `top.py`.
+They read (`status`, `locks`, `waiters`, `claims`, `show`), change something (`break`, `trust`,
+`setup`), or are about settings (`options`, `doctor`). What they show is in `views.py`. `top`,
+`hold` and `explain` have modules of their own.
 """
 
 from __future__ import annotations
 
 import getpass
 import json
-import math
 import socket
-import sys
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from fnmatch import fnmatchcase
 from typing import Any
 
 import click
-from celery.backends.base import DisabledBackend
 from redis import RedisError
 
+from celery_redlock import anchors
 from celery_redlock.label import escaped
 from celery_redlock.lock.claims import delete_claim
 from celery_redlock.lock.client import Redlock
@@ -43,7 +41,7 @@ from celery_redlock.operate.cli.group import (
     redlock,
     within_deadline,
 )
-from celery_redlock.operate.cli.top import look_repeatedly, show_live
+from celery_redlock.operate.cli.task_view import TaskView, nothing_found
 from celery_redlock.operate.cli.views import (
     WaitersView,
     ask_workers,
@@ -70,22 +68,29 @@ def status(ctx: click.Context, as_json: bool) -> None:
     The exit status is 1 without a quorum.
     """
     nodes = redlock_of(app_from(ctx)).status()
-    print_result(as_json, as_data(nodes), views.node_table(nodes), quorum_line(nodes))
+    line = quorum_line(nodes)
+    line = line if nodes.has_quorum else anchors.see(line, anchors.NO_QUORUM)
+    print_result(as_json, as_data(nodes), views.node_table(nodes), line)
     if not nodes.has_quorum:
         ctx.exit(1)
 
 
 @redlock.command()
+@click.argument("pattern", default="*", callback=named)
 @as_json
 @click.pass_context
-def locks(ctx: click.Context, as_json: bool) -> None:
-    """Show all locks with their holders, and the used starts of rates.
+def locks(ctx: click.Context, pattern: str, as_json: bool) -> None:
+    """Show locks with their holders, and the used starts of rates.
 
-    The exit status is 2 if too few nodes answer for all locks to be known.
+    PATTERN, such as "stock:*", selects resources. The exit status is 2 if too few nodes answer for
+    all locks to be known.
     """
     sight = redlock_of(app_from(ctx)).locks()
+    names = {lock.resource for lock in sight.locks} | {rate.resource for rate in sight.rates}
+    sight = sight.of({one for one in names if one == pattern or fnmatchcase(one, pattern)})
     lines = (*failing_lines(sight.failing), *views.unknown_lines(sight))
-    print_result(as_json, as_data(sight), *views.lock_tables(sight), *lines)
+    none = "No locks are held." if pattern == "*" else f"No lock is held on {pattern}."
+    print_result(as_json, as_data(sight), *views.lock_tables(sight, none), *lines)
     if not sight.is_known:
         ctx.exit(EXIT_UNKNOWN)
 
@@ -113,72 +118,39 @@ def waiters(ctx: click.Context, as_json: bool) -> None:
 def show(ctx: click.Context, name: str, as_json: bool) -> None:
     """Show who holds a resource and who waits, or where a task stands.
 
+    The first 8 characters of a task id are enough, if it holds, waits or has a claim.
     The exit status is 2 if too few nodes answer for that to be known.
     """
     app = app_from(ctx)
-    sight, everyone = redlock_of(app).locks(), WaitersView.ask(app)
+    made = redlock_of(app)
+    sight, everyone = made.locks(), WaitersView.ask(app)
     waiting, task, shown = everyone.for_resource(name), None, sight.of([name])
     if not (shown.locks or shown.rates or waiting.waiting or waiting.registered.processes):
-        task = views.TaskView.find(app, name, sight, everyone)
+        ids = [lock.holder.task_id for lock in sight.locks]
+        ids += [row["task_id"] for row in everyone.waiting]
+        name = views.whole_id(name, [*ids, *(one.task_id for one in made.claims().claims)])
+        task = TaskView.find(app, name, sight, everyone)
     if task is not None:
         shown, waiting = sight.of(task.resources), everyone.for_task(name)
     locks, failing = shown.locks, sight.failing
+    is_found = locks or shown.rates or waiting.waiting or waiting.registered.processes
     parts: list[str | Table] = [*views.lock_tables(shown)]
     parts = parts[not locks :]  # without the table of no locks
     if task is not None:
         parts.insert(0, task.table())
-    else:
+    elif is_found or not sight.is_known:
         none = f"No lock is held on {name}." if sight.is_known else views.LOCKS_UNKNOWN
-        parts = [
-            *([] if locks else [none]),
-            *parts,
-            *(views.vote_table(lock, sight) for lock in locks),
-        ]
-        if locks or waiting.waiting or waiting.registered.processes or not sight.is_known:
-            parts += [*waiting.tables(name)]
-        else:
-            is_off = isinstance(app.backend, DisabledBackend)
-            parts.append(views.NO_BACKEND if is_off else views.PENDING_TASK)
+        votes = [views.vote_table(sight, locks)] if locks else []
+        parts = [*([] if locks else [none]), *parts, *votes, *waiting.tables(name)]
+    else:
+        parts = [*nothing_found(app, name, everyone.is_known)]
+    if task is None:
         parts += waiting.notes()
         failing = {**failing, **waiting.registered.failing}
     data = {"resource": name, "task": as_data(task), **as_data(shown), "waiters": waiting.data()}
     print_result(as_json, data, *parts, *failing_lines(failing), *views.unknown_lines(sight))
     if not sight.is_known:
         ctx.exit(EXIT_UNKNOWN)
-
-
-def finite(_: click.Context, param: click.Parameter, value: float) -> float:
-    """Return an option's number; refuses NaN, which passes each range."""
-    if not math.isfinite(value):
-        raise click.BadParameter("give a finite number.", param=param)
-    return value
-
-
-@redlock.command()
-@click.option(
-    "--interval", type=click.FloatRange(0.0, 3600.0, min_open=True), callback=finite, default=2.0,
-    show_default=True, help="Seconds between two refreshes.",
-)  # fmt: skip
-@click.option(
-    "--count", type=click.IntRange(1), help="Number of refreshes; until `q` if not given."
-)
-@as_json
-@click.pass_context
-def top(ctx: click.Context, interval: float, count: int | None, as_json: bool) -> None:
-    """Show nodes, locks and waiting tasks live; `q` ends it.
-
-    With --json each refresh is one line.
-    """
-    looks = look_repeatedly(app_from(ctx), interval, count)
-    with suppress(KeyboardInterrupt):  # Ctrl-C ends it as `q` does
-        if as_json:
-            for look in looks:
-                click.echo(json.dumps(look.data(), default=str))
-        elif sys.stdin.isatty() and sys.stdout.isatty():
-            show_live(looks)
-        else:
-            for look in looks:
-                print_all(*look.tables(), *look.notes())
 
 
 @redlock.command()
@@ -410,11 +382,25 @@ def doctor(ctx: click.Context, as_json: bool) -> None:
         level = ERROR if node.error else "ok" if node.votes else WARNING
         lines.append(f"{level:<7}  {node.node} ({nodes_from}): {views.vote_of(node, nodes)}")
     lines += [f"{one.level:<7}  {one}" for one in lints]
-    if nodes.voting == len(nodes.nodes) and all(one.level == ADVICE for one in lints):
-        lines.append("No problems found.")
+    lines.append(_summary(nodes, lints))
     print_result(as_json, {"nodes": found, "lints": as_data(lints)}, *lines)
     if not nodes.has_quorum or any(one.level == ERROR for one in lints):
         ctx.exit(1)
+
+
+def _summary(nodes: NodeList, lints: Sequence[Lint]) -> str:
+    """Return how many problems there are, and what explains them."""
+    silent = [node for node in nodes.nodes if not node.votes]
+    levels = [one.level for one in lints]
+    levels += [ERROR if node.error else WARNING for node in silent]
+    counted = [(levels.count(one), one) for one in (ERROR, WARNING)]
+    counts = [f"{count} {level}{'s' * (count > 1)}" for count, level in counted if count]
+    if not counts:
+        return "No problems found."
+    waits = [not node.error and node.role == "master" for node in silent]  # a grace period
+    codes = [anchors.NODE_FAILS] * (False in waits) + [anchors.NODE_RESTARTED] * (True in waits)
+    codes += [anchors.DOCTOR_REPORTS] * any(one.level != ADVICE for one in lints)
+    return anchors.see(f"{' and '.join(counts)} found", " and ".join(codes))
 
 
 def _lints_of_nodes(redlock: Redlock, status: NodeList) -> Iterator[Lint]:
@@ -423,6 +409,9 @@ def _lints_of_nodes(redlock: Redlock, status: NodeList) -> Iterator[Lint]:
         if one.policy not in ("", "noeviction"):
             setting = f"{one.node}: maxmemory-policy"
             yield Lint(WARNING, setting, one.policy, EVICTS_LOCKS)
+    if len(status.nodes) == 2:
+        hint = "while one of them is away, no lock is granted: name three"
+        yield Lint(ADVICE, "app: redlock_nodes", "2 nodes", hint)
     for server in redlock.session.nodes.all:
         for setting, value, hint in server.address.doubts(PATIENCE):
             level = ADVICE if setting == "rights" else WARNING

@@ -9,8 +9,10 @@ from __future__ import annotations
 import re
 import shutil
 import textwrap
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import click
@@ -27,10 +29,16 @@ from celery_redlock.operate.cli.group import (
 from celery_redlock.tasks.settings.app import did_you_mean
 
 PACKAGE = Path(__file__).parents[2]
-LIST_OF_PASSAGES = "operations/troubleshooting.md"
+LIST_OF_PASSAGES, LOG_LINES = "operations/troubleshooting.md", "reference/log-messages.md"
 WIDEST = 100  # columns of a paragraph
+LEAST, SIMILAR = 0.25, 0.9  # the score of a passage that has a text's words, by which few score
 _PASSAGE = re.compile(r"^- \[(.+)\]\((.*)#([\w-]+)\): ((?:.+\n)+?)(?=- |\n)", re.MULTILINE)
+_ROW = re.compile(r"^\| (`.+`) \| `(\w+)` \| (.+) \|$", re.MULTILINE)
+_NAME = re.compile(r"(?<!\w)'\S*")  # of a resource, which another text has not
+_ANCHOR = re.compile(r"#([\w-]+)\)")
 _LINK = re.compile(r"\[([^\]]+)\]\([^)]*\)")
+_SECTION_LINK = re.compile(r"(?:the section )?\[([^\]]+)\]\([^)#]*#([\w-]+)\)")
+_HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 _FENCE = re.compile(r"^(```.*?^```)$", re.DOTALL | re.MULTILINE)
 _CELLS = re.compile(r" *\| *")
 _ITEM = re.compile(r"\n(?=- |\d+\. )")
@@ -47,13 +55,13 @@ class Passage:
 
 
 @redlock.command()
-@click.argument("code", required=False, callback=named)
+@click.argument("code", required=False, callback=named, metavar="[CODE|TEXT]")
 @as_json
 def explain(code: str | None, as_json: bool) -> None:
-    """Explain an error or a log line, by the CODE in it.
+    """Explain an error or a log line, by the CODE in it or by its TEXT.
 
-    A part of a code is enough, if no other code has it. Without CODE this lists all of them. It
-    needs no app and no node.
+    A part of a code, or some words, are enough. Without CODE this lists all of them. It needs no
+    app and no node.
     """
     known = read_passages()
     if code is None:
@@ -63,18 +71,20 @@ def explain(code: str | None, as_json: bool) -> None:
         chosen = list(known.values())
     else:
         chosen = [find_passage(code, known)]
+        text = with_commands(chosen[0].text, known)
         width = min(shutil.get_terminal_size().columns, WIDEST)
-        *shown, _ = as_plain(chosen[0].text, width)  # without the last empty line
+        *shown, _ = as_plain(text, width)  # without the last empty line
     print_result(as_json, {"passages": as_data(chosen)}, *shown)
+
+
+def _docs() -> Path:
+    installed = PACKAGE / "docs"  # of a wheel
+    return installed if installed.is_dir() else PACKAGE.parent / "docs"
 
 
 def read_passages() -> dict[str, Passage]:
     """Return all passages by their codes."""
-    folder = PACKAGE / "docs"  # of an installed wheel
-    if not folder.is_dir():
-        folder = PACKAGE.parent / "docs"
-    listed = folder / LIST_OF_PASSAGES
-    found = {}
+    listed, found = _docs() / LIST_OF_PASSAGES, {}
     for title, page, code, symptom in _PASSAGE.findall(listed.read_text(encoding="utf-8")):
         text = (listed.parent / page if page else listed).read_text(encoding="utf-8")
         symptom = " ".join(_LINK.sub(r"\1", symptom).split())
@@ -83,14 +93,61 @@ def read_passages() -> dict[str, Passage]:
 
 
 def find_passage(code: str, known: dict[str, Passage]) -> Passage:
-    """Return the passage of a code, of a part of one, or of a title."""
-    wanted = anchor_of(code.rpartition("#")[2])
-    matching = [wanted] if wanted in known else [one for one in known if wanted in one]
+    """Return the passage of a code, of a part of one, of a title, or of the text of a line."""
+    wanted = anchor_of(code.rpartition("#")[2].rpartition("redlock explain ")[2])
+    codes = [wanted] if wanted in known else [one for one in known if wanted in one]
+    matching = [known[one] for one in codes] or find_by_words(code, known)
     if len(matching) > 1:
-        raise command_error(f"{code} matches several: {', '.join(matching)}")
+        raise command_error(f"{code} matches several: {', '.join(one.code for one in matching)}")
     if not matching:
-        raise command_error(f"{code} is not a code{did_you_mean(wanted, known)}")
-    return known[matching[0]]
+        told = "is not a code, and no passage has its words"
+        raise command_error(f"{code} {told}{did_you_mean(wanted, known)}")
+    return matching[0]
+
+
+def find_by_words(text: str, known: dict[str, Passage]) -> list[Passage]:
+    """Return the passages that share the most words with a text; rare words count more.
+
+    A line of the log adds its words to the passage that it leads to; else its event is a passage.
+    """
+    found, words = dict(known), {code: Counter(_words(one.text)) for code, one in known.items()}
+    for code, one in known.items():
+        words[code] |= Counter(2 * _words(one.title, one.symptom))
+    for line, event, meaning in _ROW.findall((_docs() / LOG_LINES).read_text(encoding="utf-8")):
+        code = next((one for one in _ANCHOR.findall(meaning) if one in known), event)
+        code = next((of for of, one in known.items() if line in one.text), code)
+        words[code] = words.get(code, Counter()) | Counter(2 * _words(line, event))
+        if code == event:
+            before = found[event].text if event in found else event
+            found[event] = Passage(event, event, line, f"{before}\n\n{line}\n\n{meaning}")
+    if text in found:
+        return [found[text]]
+    passages_with = Counter(word for one in words.values() for word in one)
+    scores = {
+        code: sum(one[word] / passages_with[word] for word in {*_words(text)} & one.keys())
+        for code, one in words.items()
+    }
+    best = max(scores.values())
+    return [found[code] for code, one in scores.items() if best > LEAST and one > SIMILAR * best]
+
+
+def _words(*texts: str) -> list[tuple[str, ...]]:
+    """Return the words of texts, and each pair of words that follow each other, once each."""
+    words = re.findall(r"[a-z_]{2,}", _NAME.sub(" name ", " ".join(texts)).lower())
+    return [*{(one,) for one in words} | set(pairwise(words))]
+
+
+def with_commands(text: str, known: Container[str]) -> str:
+    """Return Markdown with the command that prints a passage in the place of a link to it."""
+
+    def command(link: re.Match[str]) -> str:
+        title, code = link.groups()
+        if code not in known or code in map(anchor_of, _HEADING.findall(text)):
+            return link[0]
+        told = f"`celery redlock explain {code}`"
+        return told if anchor_of(title) == code else f"{title} ({told})"
+
+    return _SECTION_LINK.sub(command, text)
 
 
 def anchor_of(title: str) -> str:
@@ -133,5 +190,7 @@ def as_plain(text: str, width: int) -> Iterator[str | Table]:
                 for item in _ITEM.split(block):
                     words = " ".join(item.lstrip("# ").split())
                     indent = "  " if item.startswith("- ") else ""
-                    yield from textwrap.wrap(words, width, subsequent_indent=indent)
+                    yield from textwrap.wrap(
+                        words, width, subsequent_indent=indent, break_on_hyphens=False
+                    )
             yield ""

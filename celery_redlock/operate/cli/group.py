@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 import sys
 import textwrap
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from itertools import zip_longest
@@ -29,6 +31,8 @@ ANSWER_TIMEOUT = 5.0  # seconds in which the broker or the result backend must a
 EXIT_UNKNOWN = 2  # exit status if too few nodes answer for anything to be known
 WIDE = 10_000  # columns if stdout is no terminal, so that no line of a pipe is cut
 GAP = "  "  # between two columns
+SHORT_ID = 8  # first characters of a task id, by which tables and people name it
+_UUID = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
 
@@ -39,6 +43,13 @@ def named(_: click.Context, param: click.Parameter, value: str | None) -> str | 
     return value
 
 
+def finite(_: click.Context, param: click.Parameter, value: float) -> float:
+    """Return an option's number; refuses NaN, which passes each range."""
+    if not math.isfinite(value):
+        raise click.BadParameter("give a finite number.", param=param)
+    return value
+
+
 class RedlockGroup(click.Group):
     """Commands that print a SettingsError as one line."""
 
@@ -46,9 +57,10 @@ class RedlockGroup(click.Group):
         try:
             return super().invoke(ctx)
         except SettingsError as error:
-            named = ctx.find_root().params.get("app") is not None
-            hint = "" if named else ". No app is named: celery -A shop redlock ..."
-            raise command_error(f"{error}{hint}") from None
+            is_given = ctx.find_root().params.get("app") is not None
+            use = f"no app is given. Use: celery -A shop redlock {ctx.invoked_subcommand}"
+            text = str(error) if is_given else f"{use} (without an app: {error})"
+            raise command_error(text) from None
 
 
 @click.group(cls=RedlockGroup, help=celery_redlock_entry.redlock.help)
@@ -143,6 +155,22 @@ class Table:
                     yield click.style(head, bold=True) + " " * (width - len(head)) + GAP + cell
 
 
+def with_short_ids(tables: Sequence[Table]) -> list[Table]:
+    """Return tables with the first characters of each task id, if no other id in them has these."""
+    named = [[[*zip(one.heads, row, strict=False)] for row in one.rows] for one in tables]
+    ids = {cell for rows in named for row in rows for head, cell in row if head == "ID"}
+    uses = Counter(one[:SHORT_ID] for one in ids)
+    short = {
+        ("ID", one): f"{one[:SHORT_ID]}-..."
+        for one in ids
+        if uses[one[:SHORT_ID]] == 1 and _UUID.fullmatch(one)
+    }
+    return [
+        replace(one, rows=[[short.get(pair, pair[1]) for pair in row] for row in rows])
+        for one, rows in zip(tables, named, strict=True)
+    ]
+
+
 def format_duration(seconds: float) -> str:
     """Return a duration in its two largest units."""
     if math.isinf(seconds):
@@ -159,9 +187,11 @@ def format_duration(seconds: float) -> str:
 def print_all(*shown: str | Table, err: bool = False) -> None:
     """Print lines and tables, one below the other. err: to stderr."""
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else WIDE
+    tables = iter(with_short_ids([one for one in shown if isinstance(one, Table)]))
     for one in shown:
-        for line in _wrapped(escaped(one), width) if isinstance(one, str) else one.lines(width):
-            click.echo(line, err=err)
+        is_table = isinstance(one, Table)
+        lines = next(tables).lines(width) if is_table else _wrapped(escaped(str(one)), width)
+        click.echo("\n".join(lines), err=err)
 
 
 def _wrapped(text: str, width: int) -> list[str]:

@@ -35,8 +35,7 @@ from celery_redlock.lock.model.lease import Lease
 from celery_redlock.lock.model.options import LockOptions
 from celery_redlock.lock.transport.command import text_of
 from celery_redlock.lock.validation import LONGEST, MOST_PERMITS, check_resources
-from celery_redlock.operate.cli.commands import finite
-from celery_redlock.operate.cli.group import app_from, as_json, named, print_all, redlock
+from celery_redlock.operate.cli.group import app_from, as_json, finite, named, print_all, redlock
 from celery_redlock.tasks.declaration import config_of
 from celery_redlock.tasks.per_app import redlock_of, settings_of
 from celery_redlock.tasks.settings.options import TaskLockOptions
@@ -177,11 +176,11 @@ class ResourceHold:
 def hold(
     ctx: click.Context, resource: str, reason: str, limit: int, wait: float, as_json: bool
 ) -> None:
-    """Keep tasks from RESOURCE; if this dies, they go on after `ttl`.
+    """Pause the tasks of RESOURCE until Ctrl-C.
 
     Waits until the tasks that run have ended, and prints HELD. Ctrl-C, SIGTERM and SIGHUP give the
-    resource back. The exit status is 1 if it was not acquired in time, or is lost. With --json each
-    step is one line.
+    resource back. If this is killed, the tasks resume after `ttl`. The exit status is 1 if it was
+    not acquired in time, or is lost. With --json each step is one line.
     """
     app = app_from(ctx)
     (resource,) = check_resources("hold", resource)
@@ -211,7 +210,10 @@ def hold(
                     tell("held", f"HELD {resource}: no task runs. Ctrl-C gives it back.")
                     held.keep()
             except LockLost as loss:
-                is_had, last = False, ("lost", f"LOST {resource}, so tasks may run: {loss}")
+                is_had, last = (
+                    False,
+                    ("lost", f"LOST {resource}: {loss.reason}. Tasks may run now."),
+                )
             except KeyboardInterrupt:
                 had = f"{resource} is given back" if is_had else f"{resource} was not acquired"
                 last = "given back" if is_had else "given up", had

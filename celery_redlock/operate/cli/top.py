@@ -7,6 +7,7 @@ The screen is drawn anew until `q` is pressed. Its tables are those of the other
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import queue
 import select
@@ -16,6 +17,7 @@ import termios
 import threading
 import tty
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -25,7 +27,16 @@ import click
 from celery_redlock.label import escaped
 from celery_redlock.lock.platform.clock import SystemClock
 from celery_redlock.lock.reports import LockList, NodeList
-from celery_redlock.operate.cli.group import Table, as_data
+from celery_redlock.operate.cli.group import (
+    Table,
+    app_from,
+    as_data,
+    as_json,
+    finite,
+    print_all,
+    redlock,
+    with_short_ids,
+)
 from celery_redlock.operate.cli.views import (
     WaitersView,
     lock_tables,
@@ -65,7 +76,7 @@ class Look:
         A table that needs less than its share leaves the rest to those below it.
         """
         lines: list[str] = []
-        notes, tables = self.notes()[:3], self.tables()
+        notes, tables = self.notes()[:3], with_short_ids(self.tables())
         for number, table in enumerate(tables):
             share = (height - len(notes) - len(lines)) // (len(tables) - number)
             lines += table.lines(width, max(3, share))
@@ -129,3 +140,30 @@ def _draw(look: Look | None, now: float) -> None:
         lines = [head[:width], *look.screen(width, height - 1)]
     text = f"{_TO_END_OF_LINE}\n".join(lines)
     click.echo(f"{_TOP_LEFT}{text}{_TO_END_OF_LINE}{_TO_END_OF_SCREEN}", nl=False)
+
+
+@redlock.command()
+@click.option(
+    "--interval", type=click.FloatRange(0.0, 3600.0, min_open=True), callback=finite, default=2.0,
+    show_default=True, help="Seconds between two refreshes.",
+)  # fmt: skip
+@click.option(
+    "--count", type=click.IntRange(1), help="Number of refreshes; until `q` if not given."
+)
+@as_json
+@click.pass_context
+def top(ctx: click.Context, interval: float, count: int | None, as_json: bool) -> None:
+    """Show nodes, locks and waiting tasks live; `q` ends it.
+
+    With --json each refresh is one line.
+    """
+    looks = look_repeatedly(app_from(ctx), interval, count)
+    with suppress(KeyboardInterrupt):  # Ctrl-C ends it as `q` does
+        if as_json:
+            for look in looks:
+                click.echo(json.dumps(look.data(), default=str))
+        elif sys.stdin.isatty() and sys.stdout.isatty():
+            show_live(looks)
+        else:
+            for look in looks:
+                print_all(*look.tables(), *look.notes())

@@ -1,7 +1,7 @@
 """What the commands show of nodes, locks, waiting processes and tasks: as tables, lines and JSON.
 
-The queries to the nodes are in `lock/`; workers and the result backend are asked here. Not here:
-the screen of `top` (`top.py`).
+The queries to the nodes are in `lock/`; the workers are asked here. Not here: the screen of `top`
+(`top.py`), and one task as `show` shows it (`task_view.py`).
 """
 
 from __future__ import annotations
@@ -12,11 +12,8 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any
 
-from celery.backends.base import DisabledBackend
-from celery.states import PENDING
-
+from celery_redlock import anchors
 from celery_redlock.errors import abstention_cause
-from celery_redlock.lock.node_status import in_iso
 from celery_redlock.lock.platform.clock import SystemClock
 from celery_redlock.lock.reports import (
     BrokenLock,
@@ -32,14 +29,14 @@ from celery_redlock.lock.reports import (
     WaitingProcess,
 )
 from celery_redlock.operate.cli.group import (
+    SHORT_ID,
     Table,
     as_data,
+    command_error,
     format_duration,
-    print_all,
     within_deadline,
 )
 from celery_redlock.tasks.per_app import redlock_of
-from celery_redlock.tasks.reporting import DEFERRED
 from celery_redlock.tasks.settings.levels import visibility_timeout
 
 LOCK_HEADS = ("RESOURCE", "HOLDER", "ID", "WORKER", "HELD FOR", "RENEWED", "VALID FOR", "VOTES")
@@ -47,8 +44,6 @@ LOCKS_UNKNOWN = "Which locks are held is unknown."
 CLAIMS_UNKNOWN = "Which claims exist is unknown."
 PROCESSES_UNKNOWN = "Which processes wait is unknown."
 TASKS_UNKNOWN = "Which tasks wait is unknown."
-NO_BACKEND = "Without a result backend the state of a task that has ended is not known."
-PENDING_TASK = "If this is a task, it is queued, in a worker that died, or unknown."
 REPLY_TIMEOUT = 1.0  # seconds in which a worker must answer
 
 
@@ -86,12 +81,13 @@ def node_table(nodes: NodeList) -> Table:
 
 
 def lock_name(lock: LockReport) -> str:
-    """Return the resource of a lock, with the permit if it is not the first one."""
-    return f"{lock.resource} (permit {lock.permit})" if lock.permit else lock.resource
+    """Return the resource of a lock, with its permit, as `break --permit` takes it."""
+    has_permits = lock.permit or lock.limit > 1
+    return f"{lock.resource} (permit {lock.permit})" if has_permits else lock.resource
 
 
-def lock_tables(sight: LockList) -> list[Table]:
-    """Return a table of the locks, and one of the rates if any is used."""
+def lock_tables(sight: LockList, none: str = "No locks are held.") -> list[Table]:
+    """Return a table of the locks, and one of the rates if any is used. none: said of no locks."""
     rows, heads = [], [*LOCK_HEADS]
     is_semaphore = any(lock.limit > 1 for lock in sight.locks)
     not_held = "not held: no quorum" if sight.is_known else "unknown: no quorum answers"
@@ -107,7 +103,7 @@ def lock_tables(sight: LockList) -> list[Table]:
         row += [f"{lock.used} of {lock.limit}" if lock.limit > 1 else ""] * is_semaphore
         rows.append(row)
     heads += ["PERMITS"] * is_semaphore
-    none = "No locks are held." if sight.is_known else LOCKS_UNKNOWN
+    none = none if sight.is_known else LOCKS_UNKNOWN
     spare = ("VOTES", "RENEWED", "WORKER", "ID", "VALID FOR")
     locks = Table(heads, rows, none, spare=spare)
     return [locks, *([rate_table(sight.rates)] if sight.rates else [])]
@@ -127,10 +123,17 @@ def _next_start(rate: RateReport) -> str:
     return f"in {format_duration(rate.next_start_in)}" if rate.next_start_in else "now"
 
 
-def vote_table(lock: LockReport, sight: LockList) -> Table:
-    """Return a table of the nodes that have the key of a lock, and of those that failed."""
-    rows = [(node, format_duration(left)) for node, left in lock.votes.items()]
-    return Table(("NODE", "KEY EXPIRES IN"), [*rows, *sight.failing.items()], "")
+def vote_table(sight: LockList, locks: Sequence[LockReport]) -> Table:
+    """Return a table of the nodes that have the keys of locks, and of those that failed."""
+    rows = [
+        (lock_name(lock), node, format_duration(left))
+        for lock in locks
+        for node, left in lock.votes.items()
+    ]
+    rows += [("", node, cause) for node, cause in sight.failing.items()]
+    heads = ("RESOURCE", "NODE", "KEY EXPIRES IN")
+    first = 0 if len(locks) > 1 else 1  # of one lock its name stands above
+    return Table(heads[first:], [row[first:] for row in rows], "")
 
 
 def claim_table(sight: ClaimList) -> Table:
@@ -181,7 +184,8 @@ def unknown_lines(sight: LockList | WaitingList | ClaimList) -> list[str]:
         return []
     answered = sight.asked - len(sight.failing)
     text = f"{answered} of {sight.asked} nodes answered, {sight.needed} needed"
-    return [f"{text}: locks and waiting tasks may be missing here"]
+    text = f"{text}: locks and waiting tasks may be missing here"
+    return [anchors.see(text, anchors.NO_QUORUM)]
 
 
 def ask_workers(app: Any, command: str) -> tuple[dict[str, Any], str]:
@@ -190,6 +194,17 @@ def ask_workers(app: Any, command: str) -> tuple[dict[str, Any], str]:
         lambda: app.control.broadcast(command, reply=True, timeout=REPLY_TIMEOUT)
     )
     return {worker: said for reply in replies or () for worker, said in reply.items()}, cause
+
+
+def whole_id(name: str, known: Collection[str]) -> str:
+    """Return the one known task id that begins with a name, or else the name."""
+    start = name.removesuffix("...")  # as tables show it
+    found = sorted({one for one in known if one.startswith(start)})
+    if len(start) < SHORT_ID or name in found or not found:
+        return name
+    if len(found) > 1:
+        raise command_error(f"{name} begins several task ids: {', '.join(found)}")
+    return found[0]
 
 
 @dataclass(frozen=True)
@@ -227,6 +242,11 @@ class WaitersView:
                 row["next_start"] = next_starts.get(row["resource"])
         return cls(sorted(by_worker), waiting, registered, visibility_timeout(app.conf), cause)
 
+    @property
+    def is_known(self) -> bool:
+        """Whether nobody waits but who is shown."""
+        return self.registered.is_known and bool(self.workers)
+
     def for_resource(self, resource: str) -> WaitersView:
         return self._only([row for row in self.waiting if resource in row["resources"]], [resource])
 
@@ -242,8 +262,11 @@ class WaitersView:
         registered = replace(of_all, processes=processes, wrong_type=wrong)
         return replace(self, waiting=waiting, registered=registered)
 
-    def tables(self, of: str = "") -> tuple[Table, Table]:
+    def tables(self, of: str = "") -> tuple[Table, ...]:
         """Return the processes, and the tasks that wait. of: the one resource that is shown."""
+        suffix = of and f" for {of}"
+        if not (self.registered.processes or self.waiting) and self.is_known:
+            return (Table((), (), f"Nothing waits{suffix}."),)
         asked, is_known = self.registered.asked, self.registered.is_known
         heads: Sequence[str] = ("RESOURCE", "RANK", "PROCESS", "PID", "WAITED", "NODES", "STATE")
         rows: Sequence[Sequence[str]] = [
@@ -254,9 +277,7 @@ class WaitersView:
             )
             for one in self.registered.processes
         ]  # fmt: skip
-        lock, suffix = of or "a lock", of and f" for {of}"
-        none = f"No processes are registered as waiters{suffix}."
-        none = none if is_known else PROCESSES_UNKNOWN
+        none = f"No process waits{suffix}." if is_known else PROCESSES_UNKNOWN
         processes = Table(heads, rows, none, spare=("PID", "NODES", "RANK"))
         heads = ("WAITS FOR", "TASK", "ID", "WORKER", "WAITED", "DEFERRALS", "TRIES IN", "WHY")
         rows = [
@@ -267,7 +288,7 @@ class WaitersView:
             )
             for row in self.waiting
         ]  # fmt: skip
-        none = f"No tasks wait for {lock}." if self.workers else TASKS_UNKNOWN
+        none = f"No task waits{suffix}." if self.workers else TASKS_UNKNOWN
         spare = ("DEFERRALS", "WORKER", "ID", "TRIES IN")
         return processes, Table(heads, rows, none, spare=spare)
 
@@ -322,93 +343,3 @@ def _waited(since: str | None) -> str:
         return format_duration(0.0)
     past = SystemClock().wall_us() / 1e6 - datetime.fromisoformat(since).timestamp()
     return format_duration(max(0.0, past))
-
-
-@dataclass(frozen=True)
-class TaskView:
-    """One task. state: from the result backend if it has one.
-
-    resources: that it holds or waits for. holder: of what it waits for. next_try: ISO 8601.
-    """
-
-    task_id: str
-    task: str
-    state: str
-    resources: Sequence[str] = ()
-    holds: bool = False
-    holder: str = ""
-    reason: str = ""
-    next_try: str | None = None
-
-    @classmethod
-    def find(cls, app: Any, task_id: str, sight: LockList, waiters: WaitersView) -> TaskView | None:
-        """Return what nodes, workers and result backend know of a task; None if that is nothing."""
-        state, info = _stored_state(app, task_id)
-        held = [lock for lock in sight.locks if lock.holder.task_id == task_id]
-        if held:
-            name = held[0].holder.task
-            resources = tuple(dict.fromkeys(lock.resource for lock in held))
-            is_known = state and state != DEFERRED
-            return cls(task_id, name, state if is_known else "STARTED", resources, holds=True)
-        for row in waiters.for_task(task_id).waiting:  # its worker knows more than the backend
-            resources = tuple(row["resources"])
-            holder = _holders_of(resources, sight)
-            next_try = in_iso(SystemClock().wall_us() / 1e6 + row["tries_in"])
-            fields = {"holder": holder, "reason": row["reason"], "next_try": next_try}
-            return cls(task_id, row["task"], DEFERRED, resources, **fields)
-        if state == DEFERRED:  # as of its last deferral
-            resource = str(info.get("resource", ""))
-            after = waiters.visibility
-            when = "" if after is None else f", within its visibility_timeout of {after:g} s"
-            reason = f"no worker that answers has its message: the broker delivers it again{when}"
-            holder = _holders_of([resource], sight)
-            next_try = str(info.get("next_try") or "")
-            if next_try < str(in_iso(SystemClock().wall_us() / 1e6)):  # of a worker that has died
-                next_try = ""
-            fields = {"holder": holder, "reason": reason, "next_try": next_try or None}
-            return cls(task_id, "", state, (resource,), **fields)
-        return cls(task_id, "", state) if state else None
-
-    def table(self) -> Table:
-        """Return a table of one row, a fact a line."""
-        name = self.task and f"{self.task}[{self.task_id}]"
-        facts = {
-            "TASK": name or self.task_id,
-            "STATE": self.state,
-            "HOLDS" if self.holds else "WAITS FOR": ", ".join(self.resources),
-            "HELD BY": self.holder,
-            "WHY": self.reason,
-            "NEXT TRY": self.next_try or "",
-        }
-        shown = {head: fact for head, fact in facts.items() if fact}
-        return Table(tuple(shown), [tuple(shown.values())], "", expanded=True)
-
-
-def _stored_state(app: Any, task_id: str) -> tuple[str, dict[str, Any]]:
-    """Return a task's state and info from its result backend; "" and {} if it has none."""
-
-    def ask() -> Mapping[str, Any] | None:
-        backend = app.backend
-        off = isinstance(backend, DisabledBackend)
-        return None if off else backend.get_task_meta(task_id, cache=False)
-
-    meta, cause = within_deadline(ask)
-    if cause:
-        print_all(f"the result backend cannot be queried: {cause}", err=True)
-    if meta is None:
-        return "", {}
-    state, info = str(meta["status"]), meta.get("result")
-    return "" if state == PENDING else state, info if isinstance(info, dict) else {}
-
-
-def _holders_of(resources: Sequence[str], sight: LockList) -> str:
-    found = [one for one in sight.locks if one.held and one.resource in resources]
-    return ", ".join(dict.fromkeys(map(_holder_of, found)))
-
-
-def _holder_of(lock: LockReport) -> str:
-    """Return the holder; of one that may have died, also when the lock expires."""
-    if not lock.is_late:
-        return str(lock.holder)
-    since, left = format_duration(lock.since_renewal or 0.0), format_duration(lock.valid_for)
-    return f"{lock.holder}, not renewed for {since}: expires in {left}"

@@ -113,7 +113,8 @@ class Claim:
         return result
 
     def _warn(self, event: str, text: str, *why: str) -> None:
-        logger.warning(text, self.run_id, *why, extra={"event": event, "resource": self.name})
+        sent = f"{self.run_id.name}[{self.run_id.task_id}]"
+        logger.warning(text, sent, *why, extra={"event": event, "resource": self.name})
 
     def open(self) -> EarlierSend | None:
         """Claim the key, or return the earlier send that this one is a duplicate of.

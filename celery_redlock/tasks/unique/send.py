@@ -45,10 +45,11 @@ def send_unique(
 ) -> Any:  # fmt: skip
     """Send a task by its name, as `app.send_task` does, unless it is a duplicate.
 
-    For processes that do not have the task, and so cannot make its key. resource: what the task's
-    `lock_key` or `lock_args` gives for these arguments, such as "stock:42". Then a send by name and
-    a send of the task are duplicates of each other. unique_for to on_unreachable: the options of
-    these names, with one of unique_for and debounce. options: as in `app.send_task`.
+    For processes that do not have the task, and so cannot make its key. One of unique_for and
+    debounce is needed. resource: what the task's `lock_key` or `lock_args` gives for these
+    arguments, such as "stock:42". Then a send by name and a send of the task are duplicates of each
+    other. unique_for, unique_until, on_duplicate, debounce, debounce_max, on_unreachable: the
+    options of these names. options: as in `app.send_task`.
     Returns an AsyncResult, whose `is_duplicate` is True if it is that of an earlier send. Raises
     DuplicateTask, SettingsError and QuorumUnreachable.
     """
