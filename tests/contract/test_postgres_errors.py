@@ -141,6 +141,9 @@ except Exception as error:
         text = refused_at_once("postgresql://u:sekret@h/db?listen_hosts=sekret")
         assert "names 'listen_hosts', which is not an option of libpq; did you mean" in text
         assert "'listen_host'" in text
+        for wrong in ("listen_host=", "listen_port=abc", "listen_port="):
+            text = refused_at_once(f"postgresql://u:sekret@h/db?{wrong}")
+            assert f"its query names {wrong.partition('=')[0]!r} without a right value" in text
         assert SECRET not in text
 
 

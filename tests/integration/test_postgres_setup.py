@@ -132,7 +132,13 @@ def test_the_doctor_says_if_no_message_arrives_through_a_pooler(server: Postgres
     with pooler(server) as between:
         listens = f"{between.url}?listen_host=127.0.0.1&listen_port="
         assert doubts(server.url) == doubts(f"{listens}{server.port}") == []
-        assert doubts(between.url) == [("pooler", "pgbouncer")]
+        unheard = [("messages", "a pooler stands between")]
+        assert doubts(between.url) == doubts(f"{listens}{between.port}") == unheard
+        with pooler(server, pool_mode="session") as session:
+            assert doubts(f"{listens}{session.port}") == []
+        [(setting, cause)] = doubts(f"{listens}{session.port}")
+        assert setting == "messages"
+        assert "Connection refused" in cause
 
 
 def test_the_doctor_says_which_settings_of_the_server_cost_locks_or_time(

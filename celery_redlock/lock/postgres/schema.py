@@ -20,7 +20,7 @@ SELECT current_setting('fsync'), current_setting('full_page_writes'),
   (SELECT count(*) FROM pg_stat_replication WHERE sync_state IN ('sync', 'quorum')),
   (SELECT sum(numbackends) FROM pg_stat_database), current_setting('max_connections')::int,
   (SELECT count(*) FROM pg_stat_activity WHERE xact_start < now() - %s::interval),
-  pg_has_role('pg_read_all_stats', 'USAGE'), current_user, pg_backend_pid()
+  pg_has_role('pg_read_all_stats', 'USAGE'), current_user
 """
 
 
@@ -59,21 +59,20 @@ def create_schema(connection: Any, prefix: str = "redlock") -> bool:
     return True
 
 
-def doubts_of(connection: Any, *, hears: bool = False) -> list[tuple[str, str, str]]:
+def doubts_of(connection: Any, unheard: str = "") -> list[tuple[str, str, str]]:
     """Return what could lose locks or slow them down: setting, value, and what to do.
 
-    hears: whether messages come on another way than this connection.
+    unheard: why no message arrives; "" if they do.
     """
     row = connection.execute(_FACTS, [LONG]).fetchone()
     fsync, full_pages, isolation, timeout, synchronous, streaming, confirming, *rest = row
-    used, most, long_ones, sees_all, user, pid = rest
+    used, most, long_ones, sees_all, user = rest
     version = schema_version(connection)
     crash = "a crash may lose locks: set it to on"
     lost = (
         "a promoted standby may lack the newest locks, so it grants none for the longest ttl; a "
         "synchronous one lacks fewer"
     )
-    unheard = "no message arrives through it: name listen_host and listen_port, or waiters poll"
     found = [
         (fsync == "off", "fsync", fsync, crash),
         (full_pages == "off", "full_page_writes", full_pages, crash),
@@ -91,7 +90,8 @@ def doubts_of(connection: Any, *, hears: bool = False) -> list[tuple[str, str, s
          "while they are open, deleted rows stay, and locks become slower: end them"),
         (not sees_all, "rights", user,
          f"it sees no standby's state, and no transaction of others: GRANT pg_monitor TO {user}"),
-        (pid != connection.info.backend_pid and not hears, "pooler", "pgbouncer", unheard),
+        (bool(unheard), "messages", unheard,
+         "none arrives: name listen_host and listen_port of the server itself, or waiters poll"),
         (version != VERSION, "schema", str(version),
          f"version {VERSION} is needed: `celery -A shop redlock setup`"),
     ]  # fmt: skip
