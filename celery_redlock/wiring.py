@@ -104,7 +104,7 @@ def begin() -> None:
     """
     if per_app.on_locked_task is not on_locked_task:
         per_app.on_locked_task = on_locked_task
-        client.own_of_app = per_app.redlock_of
+        client.own_of_app = per_app.redlock_of_given
         Events.wants, Events.send = staticmethod(tracing.wants), staticmethod(signals.send)
         Events.on_loss = staticmethod(notify_bodies)
     finalized = [app for app in list(_get_active_apps()) if app.finalized]

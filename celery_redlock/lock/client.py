@@ -8,7 +8,7 @@ import os
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from celery_redlock.errors import LockLost, QuorumUnreachable, SettingsError
 from celery_redlock.lock.claims import delete_claim, list_claims
@@ -21,6 +21,7 @@ from celery_redlock.lock.node_status import read_nodes
 from celery_redlock.lock.platform.clock import platform_for
 from celery_redlock.lock.platform.threads import is_patched_by_eventlet, uninterruptible
 from celery_redlock.lock.reports import (
+    Answers,
     BreakReport,
     ClaimList,
     EndedClaim,
@@ -32,7 +33,9 @@ from celery_redlock.lock.reports import (
 )
 from celery_redlock.lock.server.admin import trust_nodes
 from celery_redlock.lock.validation import (
+    check_callback,
     check_drift,
+    check_flag,
     check_guard,
     check_nodes,
     check_permits,
@@ -40,11 +43,13 @@ from celery_redlock.lock.validation import (
     check_rates,
     check_resources,
     check_seconds,
+    check_text,
     check_ttl,
     check_wait,
 )
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 def _without_celery(app: Any) -> Redlock:
@@ -107,7 +112,9 @@ class Redlock:
     def of(cls, app: Any) -> Redlock:
         """Return the `Redlock` of a Celery app in this process: the one that its tasks use.
 
-        The app keeps it, and closes it. Raises SettingsError, also if no setting names a node.
+        The app keeps it, and closes it. Your own `close` ends the locks of all tasks that run in
+        this process; the next use by the app makes another one. Raises SettingsError, also if no
+        setting names a node.
         """
         return own_of_app(app)
 
@@ -151,11 +158,11 @@ class Redlock:
             fencing=fencing,
             ttl=check_ttl(level, "ttl", ttl, self.node_timeout, self.max_ttl),
             wait=check_wait(level, "wait", wait),
-            renew=bool(renew),
-            reentrant=bool(reentrant),
+            renew=check_flag(level, "renew", renew),
+            reentrant=check_flag(level, "reentrant", reentrant),
             max_hold=None if max_hold is None else check_seconds(level, "max_hold", max_hold),
             label="",  # of the process that acquires it, which may be a forked child
-            on_lost=on_lost,
+            on_lost=check_callback(level, "on_lost", on_lost),
         )
         return Lock(self, options)
 
@@ -172,11 +179,17 @@ class Redlock:
 
         Without a resource it reads the names of all keys of the nodes' databases.
         """
+        if resource is not None:
+            self._check("locks", resource)
         return list_locks(self.session, resource)
 
     def rates(self, resource: str | None = None) -> tuple[RateReport, ...]:
-        """Return the rates of which starts are used: those of `locks`."""
-        return self.locks(resource).rates
+        """Return the rates of which starts are used: those of `locks`.
+
+        Raises QuorumUnreachable if it finds none, and too few nodes answer to know.
+        """
+        sight = self.locks(resource)
+        return self._known(sight.rates, sight, resource)
 
     def holder(self, resource: str) -> LockReport | None:
         """Return the lock that is held on a resource, None if it is free; of permits the first.
@@ -184,27 +197,29 @@ class Redlock:
         The answer may be old once it arrives: to act on a free lock, acquire it. Raises
         QuorumUnreachable if too few nodes answer to know.
         """
+        self._check("holder", resource)
         sight = self.locks(resource)
         held = next((lock for lock in sight.locks if lock.held), None)
-        if held is None and not sight.is_known:
-            causes = [f"{node}: {cause}" for node, cause in sight.failing.items()]
-            raise QuorumUnreachable(resource, causes, sight.needed)
-        return held
+        return self._known(held, sight, resource)
 
     def waiters(self, resource: str | None = None) -> WaitingList:
         """Return all processes that wait for a lock or a start, or those of one resource.
 
         In order. Of a worker it is the process; `celery redlock waiters` also asks for its tasks.
         """
+        if resource is not None:
+            self._check("waiters", resource)
         return list_waiting(self.session, resource)
 
     def break_lock(self, resource: str) -> BreakReport:
         """Take a resource from its holders, give its starts back, and return what was broken.
 
         A holder is not stopped: its body runs on until its next renewal, and another one may run
-        beside it. Nothing is broken of a resource that nobody holds.
+        beside it. Nothing is broken of a resource that nobody holds. Raises as `rates` does.
         """
+        self._check("break_lock", resource)
         sight = self.locks(resource)
+        self._known(sight.locks or sight.rates, sight, resource)
         locks = tuple(break_lock(self.session, lock) for lock in sight.locks if lock.value)
         rates = tuple(break_rate(self.session, rate) for rate in sight.rates)
         return BreakReport(resource, locks, rates, sight.needed)
@@ -214,15 +229,32 @@ class Redlock:
 
         It reads the names of all keys of the nodes' databases.
         """
+        self._check("claims", pattern, "pattern")
         return list_claims(self.session, pattern)
 
     def end_claim(self, resource: str) -> tuple[EndedClaim, ...]:
         """End the claims of all tasks on a resource, so that the next send is no duplicate.
 
         resource: as a `ClaimReport` names it. The message of an earlier send runs all the same.
+        Raises as `rates` does.
         """
-        claims = [one for one in self.claims().claims if one.resource == resource]
+        self._check("end_claim", resource)
+        sight = self.claims()
+        claims = [one for one in sight.claims if one.resource == resource]
+        self._known(claims, sight, resource)
         return tuple(delete_claim(self.session, claim) for claim in claims)
+
+    def _known(self, found: T, sight: Answers, resource: str | None) -> T:
+        """Return what was found; raise QuorumUnreachable if that is nothing, and may be wrong."""
+        if not found and not sight.is_known:
+            causes = [f"{node}: {cause}" for node, cause in sight.failing.items()]
+            raise QuorumUnreachable(
+                resource or f"every lock under {self.prefix!r}", causes, sight.needed
+            )
+        return found
+
+    def _check(self, method: str, text: object, name: str = "resource") -> None:
+        check_text(f"{type(self).__name__}.{method}", name, text)  # None would be every resource
 
     def trust(self) -> None:
         """Let every reachable node vote at once. The operator confirms that no lock is held now.

@@ -7,7 +7,7 @@ The methods of `Redlock` return them, and the commands show them. Not here: what
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import InitVar, dataclass
 from typing import Any
 
 from celery_redlock.label import Holder
@@ -27,6 +27,15 @@ __all__ = [
     "WaitingList",
     "WaitingProcess",
 ]
+
+
+class Record:
+    """A record that has more attributes than fields: `asdict`, as the JSON, leaves them out."""
+
+    _more: tuple[str, ...] = ()
+
+    def __post_init__(self, *more: object) -> None:
+        vars(self).update(zip(self._more, more, strict=True))  # a frozen record has no setattr
 
 
 @dataclass(frozen=True)
@@ -53,8 +62,13 @@ class NodeStatus:
     votes: bool = False
 
 
+class _Graced(Record):
+    _more = ("grace_period",)
+    grace_period: float
+
+
 @dataclass(frozen=True)
-class NodeList:
+class NodeList(_Graced):
     """The status of all nodes, in the order of the setting.
 
     guard: the restart guard's mode. needed: size of a quorum. voting: how many nodes vote.
@@ -65,7 +79,7 @@ class NodeList:
     needed: int
     voting: int
     nodes: tuple[NodeStatus, ...]
-    grace_period: float = field(repr=False)
+    grace_period: InitVar[float]
 
     @property
     def has_quorum(self) -> bool:
@@ -73,9 +87,10 @@ class NodeList:
         return self.voting >= self.needed
 
 
-class Answers:
+class Answers(Record):
     """What lists have in common: they are of the nodes that answer."""
 
+    _more = "asked", "needed"
     failing: Mapping[str, str]
     asked: int
     needed: int
@@ -86,8 +101,14 @@ class Answers:
         return self.asked - len(self.failing) >= self.needed
 
 
+class _Keyed(Record):
+    _more = "key", "value"
+    key: Any
+    value: Any
+
+
 @dataclass(frozen=True)
-class LockReport:
+class LockReport(_Keyed):
     """A lock on the nodes: one value of one key. Its fields are those of the documented JSON.
 
     permit: number of a semaphore's permit. limit: how many permits the lock has, as its holder
@@ -112,8 +133,8 @@ class LockReport:
     valid_for: float
     votes: Mapping[str, float]
     needed: int
-    key: Any = field(repr=False)
-    value: Any = field(repr=False)
+    key: InitVar[Any]
+    value: InitVar[Any]
 
     @property
     def is_late(self) -> bool:
@@ -121,8 +142,13 @@ class LockReport:
         return self.since_renewal is not None and self.since_renewal > 2 * self.valid_for
 
 
+class _Kept(Record):
+    _more = ("kept_ms",)
+    kept_ms: int
+
+
 @dataclass(frozen=True)
-class RateReport:
+class RateReport(_Kept):
     """A rate of which starts are used. Its fields are those of the documented JSON.
 
     rate: as "100/h", of the last start. used: how many of its `starts` a refused client finds used
@@ -137,7 +163,7 @@ class RateReport:
     starts: int
     next_start_in: float
     next_start: str | None
-    kept_ms: int = field(repr=False)
+    kept_ms: InitVar[int]
 
 
 @dataclass(frozen=True)
@@ -151,14 +177,14 @@ class LockList(Answers):
     locks: tuple[LockReport, ...]
     rates: tuple[RateReport, ...]
     failing: Mapping[str, str]
-    asked: int = field(repr=False)
-    needed: int = field(repr=False)
+    asked: InitVar[int]
+    needed: InitVar[int]
 
     def of(self, resources: Collection[str]) -> LockList:
         """Return those of some resources alone."""
-        locks = (lock for lock in self.locks if lock.resource in resources)
-        rates = (rate for rate in self.rates if rate.resource in resources)
-        return replace(self, locks=tuple(locks), rates=tuple(rates))
+        locks = tuple(lock for lock in self.locks if lock.resource in resources)
+        rates = tuple(rate for rate in self.rates if rate.resource in resources)
+        return LockList(locks, rates, self.failing, self.asked, self.needed)
 
 
 @dataclass(frozen=True)
@@ -186,14 +212,19 @@ class FreedRate:
     failing: Mapping[str, str]
 
 
+class _Decided(Record):
+    _more = ("needed",)
+    needed: int
+
+
 @dataclass(frozen=True)
-class BreakReport:
+class BreakReport(_Decided):
     """What was broken of a resource: its locks, and its rate. needed: size of a quorum."""
 
     resource: str
     locks: tuple[BrokenLock, ...]
     rates: tuple[FreedRate, ...]
-    needed: int = field(repr=False)
+    needed: InitVar[int]
 
     @property
     def is_complete(self) -> bool:
@@ -226,12 +257,18 @@ class WaitingList(Answers):
     # by resource: the nodes on which a key of another program has the name of the set of waiters
     wrong_type: Mapping[str, tuple[str, ...]]
     failing: Mapping[str, str]  # by node, the cause
-    asked: int = field(repr=False)  # the number of nodes
-    needed: int = field(repr=False)  # how many must answer
+    asked: InitVar[int]  # the number of nodes
+    needed: InitVar[int]  # how many must answer
+
+
+class _Named(Record):
+    _more = "name", "token"
+    name: str
+    token: str
 
 
 @dataclass(frozen=True)
-class ClaimReport:
+class ClaimReport(_Named):
     """The claim of a deduplicated send on the nodes.
 
     resource: of the task's lock; of several, all their names. task, task_id: of the send. is_sent:
@@ -248,8 +285,8 @@ class ClaimReport:
     expires_in: float
     votes: Mapping[str, float]
     needed: int
-    name: str = field(repr=False)
-    token: str = field(repr=False)
+    name: InitVar[str]
+    token: InitVar[str]
 
 
 @dataclass(frozen=True)
@@ -258,8 +295,8 @@ class ClaimList(Answers):
 
     claims: tuple[ClaimReport, ...]
     failing: Mapping[str, str]
-    asked: int = field(repr=False)
-    needed: int = field(repr=False)
+    asked: InitVar[int]
+    needed: InitVar[int]
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -121,6 +122,26 @@ def check_resources(level: str, resources: object) -> tuple[str, ...]:
     return in_order(found)
 
 
+def check_text(level: str, name: str, text: object) -> str:
+    """Return a text that is not empty; raises SettingsError, also for a list of texts."""
+    if not isinstance(text, str) or not text:
+        raise SettingsError(level, name, repr(text), "must be one text, not empty")
+    return text
+
+
+def check_flag(level: str, name: str, flag: object) -> bool:
+    if not isinstance(flag, bool):
+        raise SettingsError(level, name, repr(flag), "must be True or False")
+    return flag
+
+
+def check_callback(level: str, name: str, call: Any) -> Any:
+    if call is not None and (not callable(call) or inspect.iscoroutinefunction(call)):
+        hint = "must be a function that takes the error and is no coroutine function, or None"
+        raise SettingsError(level, name, repr(call), hint)
+    return call
+
+
 def check_wait(level: str, name: str, wait: object, *, most: float = LONGEST) -> float:
     """Return a number of seconds from 0 to `most`; raises SettingsError."""
     if not is_number(wait) or not 0 <= wait <= most:  # type: ignore[operator]
@@ -145,8 +166,7 @@ def check_permits(
 
     names: of resources, or templates. A name that a mapping leaves out has the limit 1.
     """
-    if not isinstance(fencing, bool):
-        raise SettingsError(level, "fencing", repr(fencing), "must be True or False")
+    check_flag(level, "fencing", fencing)
     if type(limit) is int and limit == 1:  # most locks
         return None
     check_limit(level, "limit", limit)

@@ -40,19 +40,13 @@ from celery_redlock.tasks.settings.levels import (
 )
 from celery_redlock.tasks.settings.options import OPTION, EffectiveOptions, OptionValue
 from celery_redlock.tasks.settings.templates import templates_of
-from celery_redlock.tasks.startup import locked_tasks, locks_tasks
+from celery_redlock.tasks.startup import OF_OTHERS, locked_tasks, locks_tasks, takes_lock
 from celery_redlock.tasks.task import LockedTask
 
 logger = logging.getLogger(__name__)
 
 LEVELS = ERROR, WARNING, ADVICE = "error", "warning", "advice"
 DEFAULT_PREFETCH = 4  # Celery's default of worker_prefetch_multiplier
-# options of celery-once and celery-singleton that change what counts as the same call
-OF_OTHERS = {
-    "once": "lock_args to its keys, and lock_unique_for to its timeout",
-    "raise_on_duplicate": 'lock_on_duplicate="fail"',
-    "unique_on": "lock_args",
-}
 _NAMED = 5  # the most tasks that one lint names
 # a locked task, and the options in force in the queue of its own routing
 TaskInQueue: TypeAlias = tuple[LockedTask, EffectiveOptions]
@@ -190,15 +184,7 @@ def _all(app: Any) -> Iterator[Lint]:
 
 
 def _locking(app: Any) -> list[LockedTask]:
-    return [one for one in locked_tasks(app) if _takes_lock(one)]
-
-
-def _takes_lock(task: LockedTask) -> bool:
-    """Return whether a run in the task's own queue takes a lock; a wrong option is told of."""
-    try:
-        return config_of(task).options_for(_queue_of(task)).key is not False
-    except SettingsError:
-        return True
+    return [one for one in locked_tasks(app) if takes_lock(one, _queue_of(one))]
 
 
 def _queue_of(task: LockedTask) -> str:
@@ -269,11 +255,9 @@ def _without_effect(task: LockedTask, options: EffectiveOptions) -> Iterator[Lin
             one = options[name]
             hint = "has no effect without lock_unique_for"
             yield Lint(WARNING, str(one.source), repr(one.value), hint)
-    for name in sorted(OPTION.keys() & vars(type(task)).keys()):
-        hint = f"does not change the lock: did you mean lock_{name}?"
-        yield Lint(WARNING, f"task {task.name!r}: {name}", repr(vars(type(task))[name]), hint)
-    for name in sorted(OF_OTHERS.keys() & vars(type(task)).keys()):
-        hint = f"is an option of another plugin, without effect here: set {OF_OTHERS[name]}"
+    meant = {name: f"did you mean lock_{name}?" for name in OPTION} | OF_OTHERS
+    for name in sorted(meant.keys() & vars(type(task)).keys()):
+        hint = f"does not change the lock: {meant[name]}"
         yield Lint(WARNING, f"task {task.name!r}: {name}", repr(vars(type(task))[name]), hint)
 
 

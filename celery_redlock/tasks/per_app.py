@@ -7,8 +7,11 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+from celery import Celery
+from celery.local import Proxy
 from celery.utils.functional import noop
 
+from celery_redlock.errors import SettingsError
 from celery_redlock.lock.client import Redlock
 from celery_redlock.tasks.settings.app import AppSettings
 from celery_redlock.tasks.settings.levels import find_nodes, read_app
@@ -43,20 +46,29 @@ def settings_of(app: Any) -> AppSettings:
     return settings
 
 
+def redlock_of_given(app: Any) -> Redlock:
+    """Return the `Redlock` of what a caller gives as an app; also of `celery.current_app`."""
+    app = app._get_current_object() if type(app) is Proxy else app
+    if not isinstance(app, Celery):
+        raise SettingsError("Redlock.of", "app", repr(app), "must be a Celery app")
+    return redlock_of(app)
+
+
 def redlock_of(app: Any) -> Redlock:
-    """Return the app's `Redlock` in this process, made at the first call.
+    """Return the app's `Redlock` in this process, made at the first call, and again once closed.
 
     It connects with its first lock, so a worker that forks has no open connection; a forked child
     connects anew by itself. Raises SettingsError, also if no setting names a node.
     """
     redlock = _redlocks.get(app)
-    if redlock is None:
+    if redlock is None or redlock.session.is_closed:
         settings = settings_of(app)
         if not settings.nodes:
             find_nodes(app.conf)  # raises
         with _making:
             redlock = _redlocks.get(app)
-            if redlock is None:
+            if redlock is None or redlock.session.is_closed:
+                _redlocks.pop(app, None)
                 made = Redlock(
                     settings.nodes,
                     prefix=settings.prefix,

@@ -43,6 +43,12 @@ from celery_redlock_entry import lock_names
 logger = logging.getLogger(__name__)
 
 _ALMOST_LOCK = re.compile("(?:red)?lock_?", re.IGNORECASE)  # before the name of an option
+# options of celery-once and celery-singleton that change what counts as the same call
+OF_OTHERS = {
+    "once": "set lock_args to its keys, and lock_unique_for to its timeout",
+    "raise_on_duplicate": 'set lock_on_duplicate="fail"',
+    "unique_on": "set lock_args",
+}
 _warned_of: set[str] = set()  # names of tasks
 
 
@@ -86,6 +92,14 @@ def must_lock(app: Any) -> bool:
 def locked_tasks(app: Any) -> list[LockedTask]:
     own = (task for name, task in app.tasks.items() if not name.startswith(CELERY_PREFIX))
     return [task for task in own if isinstance(task, LockedTask)]
+
+
+def takes_lock(task: LockedTask, queue: str) -> bool:
+    """Return whether a run in a queue takes a lock; True for wrong options, which are told of."""
+    try:
+        return config_of(task).options_for(queue).key is not False
+    except SettingsError:
+        return True
 
 
 class AdoptingRegistry(TaskRegistry):

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import pickle
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from celery import Celery
+from celery import Celery, current_app
 
 from celery_redlock import LockLost, QuorumUnreachable, Redlock, SettingsError, send_unique
 from celery_redlock.lock.claims import delete_claim
 from celery_redlock.lock.lock import Lock
 from celery_redlock.lock.model.keys import lock_key
+from celery_redlock.lock.transport.command import text_of
+from celery_redlock.operate.cli.group import as_data
 from celery_redlock.tasks.per_app import redlock_of
 from tests.conftest import PATIENCE, TTL, Nodes, eventually, is_free, settle, settled
 from tests.contract.conftest import MAJORITY, REDIS_SERVER
@@ -110,13 +113,23 @@ def test_waiters_of_one_resource_are_those_for_its_lock_and_its_rate(
             assert all(wait.result(60) for wait in waits)
 
 
-def test_a_report_becomes_json(redlock: Redlock) -> None:
+def test_reports_become_the_json_of_the_commands(redlock: Redlock, app: Celery) -> None:
+    send_unique(app, "shop.take", resource="r", unique_for=600.0)
+    settle(redlock_of(app))
     with redlock.lock("r", rate="1/h", wait=60):
         settle(redlock)
-        found = redlock.locks("r")
-    assert [rate.used for rate in redlock.rates()] == [1]
-    made = json.loads(json.dumps(dataclasses.asdict(found), default=str))
-    assert (made["locks"][0]["resource"], made["rates"][0]["rate"]) == ("r", "1/h")
+        assert [rate.used for rate in redlock.rates()] == [1]
+        (claim,) = (claims := redlock.claims()).claims
+        (lock,) = (locks := redlock.locks("r")).locks
+        given = claims, locks, redlock.waiters(), redlock.status(), redlock.break_lock("r")
+    for report in (*given, *redlock.end_claim("r")):
+        text = json.dumps(dataclasses.asdict(report))
+        assert json.loads(text) == as_data(report)
+        assert text_of(lock.value) not in text
+        assert claim.token not in text
+        assert pickle.loads(pickle.dumps(report)) == report
+    assert locks.of(["r"]) == locks
+    assert (locks.of([]).locks, locks.of([]).is_known) == ((), True)
 
 
 class TestBreak:
@@ -137,6 +150,38 @@ class TestBreak:
         assert (found.locks, found.rates, found.is_complete) == ((), (), True)
 
 
+@pytest.mark.parametrize("method", ["rates", "break_lock", "end_claim"])
+def test_too_few_nodes_cannot_say_that_there_is_nothing(mortal_nodes: Nodes, method: str) -> None:
+    with Redlock([node.url for node in mortal_nodes]) as redlock:
+        mortal_nodes[0].kill()
+        found = getattr(redlock, method)("r")
+        assert (
+            (found.locks, found.is_complete) == ((), True) if method == "break_lock" else not found
+        )
+        mortal_nodes[1].kill()
+        with pytest.raises(QuorumUnreachable, match="refused") as unknown:
+            getattr(redlock, method)("r")
+    assert (unknown.value.resource, len(unknown.value.causes)) == ("r", 2)
+
+
+ASKS_FOR_ALL = "locks", "rates", "waiters"  # if it gets no name
+
+
+@pytest.mark.parametrize("method", [*ASKS_FOR_ALL, "holder", "break_lock", "claims", "end_claim"])
+def test_what_is_no_single_name_is_refused_and_changes_nothing(
+    redlock: Redlock, method: str
+) -> None:
+    with redlock.lock("r", rate="1/h", wait=60) as lock:
+        settle(redlock)
+        for given in ("", 7, b"r", ["r"], ("r", "s"), *([None] * (method not in ASKS_FOR_ALL))):
+            with pytest.raises(SettingsError, match="must be one text, not empty") as refused:
+                getattr(redlock, method)(given)
+            name = "pattern" if method == "claims" else "resource"
+            assert refused.value.name == name
+        lock.extend()
+        assert redlock.rates("r")[0].used == 1
+
+
 class TestOnLost:
     @staticmethod
     def held(redlock: Redlock, on_lost: Any) -> Lock:
@@ -154,6 +199,18 @@ class TestOnLost:
         (error,) = told
         assert (type(error), error.resource) == (LockLost, "r")
         assert "broke" in error.reason
+
+    def test_what_cannot_be_called_is_refused_like_a_flag_that_is_none(
+        self, redlock: Redlock
+    ) -> None:
+        async def told(error: LockLost) -> None: ...
+
+        wrong: list[dict[str, Any]] = [{"on_lost": one} for one in ("warn", 3, told)]
+        wrong += [{"renew": "no"}, {"renew": None}, {"reentrant": "no"}, {"fencing": "x"}]
+        for options in wrong:
+            with pytest.raises(SettingsError) as refused:
+                redlock.lock("r", **options)
+            assert refused.value.name in options
 
     def test_it_is_not_called_for_a_release(self, brisk_redlock: Redlock) -> None:
         told: list[LockLost] = []
@@ -187,6 +244,27 @@ class TestAnApps:
     def test_it_is_the_one_that_its_tasks_use(self, app: Celery) -> None:
         assert Redlock.of(app) is redlock_of(app)
         assert Redlock.of(app).status().has_quorum
+
+    def test_after_its_user_closed_it_the_app_makes_another_one(self, app: Celery) -> None:
+        with Redlock.of(app) as first:
+            settle(first)
+        second = Redlock.of(app)
+        settle(second)
+        assert second is not first
+        assert Redlock.of(app) is second
+        with second.lock("r", wait=60):
+            assert second.status().has_quorum
+        sends = [send_unique(app, "shop.take", resource="r", unique_for=600.0) for _ in range(2)]
+        assert [sent.is_duplicate for sent in sends] == [False, True]
+
+    def test_the_current_app_is_an_app(self, app: Celery) -> None:
+        app.set_current()
+        assert Redlock.of(current_app) is redlock_of(app)
+
+    @pytest.mark.parametrize("given", [None, "shop", 7])
+    def test_nothing_else_is_one(self, given: Any) -> None:
+        with pytest.raises(SettingsError, match="must be a Celery app"):
+            Redlock.of(given)
 
     def test_without_nodes_it_says_so(self) -> None:
         app = Celery("bare", broker="memory://", set_as_default=False)

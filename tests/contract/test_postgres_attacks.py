@@ -97,6 +97,24 @@ def test_an_error_costs_one_call_at_any_isolation(
     assert ask(command, grant(ONE)) == 1
 
 
+def test_a_sweep_deletes_a_part_in_one_call_and_the_next_after_10_s(node: PostgresNode) -> None:
+    node.query(
+        "INSERT INTO redlock.key SELECT sha256(('x' || i)::bytea), ('x' || i)::bytea, 'v',"
+        " now() - interval '5 minutes' FROM generate_series(1, 5000) AS i"
+    )
+    node.query("INSERT INTO redlock.item SELECT id, 'field', 1 FROM redlock.key WHERE value = 'v'")
+    node.query("UPDATE redlock.swept SET at = '-infinity'")
+    left = []
+    for later in (0, 0, 10, 10, 10, 60):
+        node.query("UPDATE redlock.swept SET at = at - %s * interval '1 second'", later)
+        node.query("SELECT redlock.sweep()")
+        left += node.query(
+            "SELECT count(*), (SELECT count(*) FROM redlock.item) FROM redlock.key"
+            " WHERE value = 'v'"
+        )
+    assert left == [(3000, 3000), (3000, 3000), (1000, 1000), (0, 0), (0, 0), (0, 0)]
+
+
 def test_an_operator_of_another_role_is_not_run(node: PostgresNode, command: Command) -> None:
     node.query("CREATE ROLE locks LOGIN")
     node.query("GRANT USAGE ON SCHEMA redlock TO locks")

@@ -26,8 +26,10 @@ from tests.contract.proxy import BOTH_WAYS, FAIR, Proxy, Weather
 from tests.postgres import Pooler, PostgresNode, pooler
 
 VALUE = "SELECT value FROM redlock.key WHERE name = '{redlock}:lock:r'"
+LEFT = "SELECT name FROM redlock.key WHERE name LIKE '{redlock}:lock:%'"
 OURS = "FROM pg_stat_activity WHERE application_name = 'celery_redlock'"
 LISTENERS = "SELECT pid FROM pg_locks WHERE locktype = 'advisory' AND mode = 'ShareLock'"
+CLOSES = 20
 PROMPT = 1.0  # s in which a message arrives on a busy machine
 LOOKS = 2.0  # s in which a waiter that no message reaches looks by itself
 
@@ -118,6 +120,24 @@ class TestAnEnd:
             assert node.query(VALUE) == value
         eventually(lambda: not node.query(VALUE), within=TTL - NODE_TIMEOUT)
 
+    def test_a_close_cuts_off_no_release(self, node: PostgresNode, pool_of: Pooler) -> None:
+        for n in range(CLOSES):
+            with Redlock([pool_of.url]) as redlock, redlock.lock(f"r{n}", ttl=TTL, wait=60):
+                pass
+        assert node.query(LEFT) == []
+
+    def test_a_close_waits_for_a_node_timeout_at_most(self, node: PostgresNode) -> None:
+        redlock = Redlock([node.url], node_timeout=PROMPT)
+        lock = redlock.lock("r", ttl=TTL, wait=60).acquire()
+        node.pause()
+        try:
+            lock.release()
+            began = time.monotonic()
+            redlock.close()
+            assert time.monotonic() - began < 2 * PROMPT
+        finally:
+            node.resume()
+
 
 class TestTimeoutsAndIsolation:
     def test_a_statement_timeout_costs_a_vote_and_no_more(
@@ -151,6 +171,16 @@ class TestTimeoutsAndIsolation:
             crowd = [pool.submit(waits, one, got) for one in 4 * [redlock, rival]]
             for one in crowd:
                 one.result()
+
+    def test_a_default_isolation_that_changes_behind_a_pooler_costs_no_lock(
+        self, node: PostgresNode, pool_of: Pooler
+    ) -> None:
+        with over(pool_of.url) as redlock, redlock.lock("r", ttl=TTL, wait=60) as lock:
+            node.query("ALTER DATABASE postgres SET default_transaction_isolation = 'serializable'")
+            assert node.query(f"SELECT pg_terminate_backend(pid) {OURS}")
+            see_renewal(lock)
+            with redlock.lock("other", ttl=TTL, wait=60):
+                see_renewal(lock)
 
     @pytest.mark.parametrize("code", ["40001", "40P01", "55P03", "57014"])
     def test_a_call_that_must_be_repeated_is_sent_once_more_and_then_it_is_no_vote(

@@ -277,6 +277,21 @@ def test_a_release_hands_on_the_first_to_be_deferred_and_each_limit_by_itself(
     other.release()
 
 
+def test_a_release_still_names_a_worker_whose_redlock_was_closed_by_its_user(
+    make_stage: MakeStage, nodes: Nodes, redlock: Redlock
+) -> None:
+    stage = make_stage(nodes, replace(STILL, sweep_interval=0.1))
+    lock = hold(redlock)
+    stage.admit("waits")
+    stage.see_registered()
+    before = stage.room.inbox
+    redlock_of(stage.app).close()
+    stage.turn_until(lambda: stage.room.inbox is not before and stage.hears() == len(nodes))
+    assert stage.handed_on == []
+    lock.release()
+    stage.turn_until(lambda: stage.handed_on == ["waits"])
+
+
 @pytest.mark.parametrize(
     ("broker", "in_order"),
     [("redis://", ["0", "3", "9"]), ("pyamqp://", ["9", "3", "0"]), ("memory://", ["9", "0", "3"])],

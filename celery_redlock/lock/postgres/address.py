@@ -11,7 +11,6 @@ import functools
 import logging
 import math
 import re
-import select
 import socket
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -23,11 +22,10 @@ import psycopg
 import redis
 from psycopg import conninfo, pq
 
-from celery_redlock.lock.platform.clock import Platform, SystemClock
-from celery_redlock.lock.platform.threads import gevent_here, new_poll
+from celery_redlock.lock.platform.clock import Platform
 from celery_redlock.lock.postgres.connection import PostgresConnection
 from celery_redlock.lock.postgres.errors import words_of
-from celery_redlock.lock.postgres.pipeline import Pipeline
+from celery_redlock.lock.postgres.pipeline import CLOCK, Pipeline, ready
 from celery_redlock.lock.postgres.pubsub import PostgresPubSub
 from celery_redlock.lock.postgres.schema import (
     STRINGS,
@@ -55,9 +53,7 @@ UNHEARD = (
     "once a second: name listen_host and listen_port of the server in its URL"
 )
 POOLED = "a pooler stands between"
-CLOCK = SystemClock()
 TRIES = 3  # to find a pooler that shares its connections: other clients may use one just then
-LOCK_TIMEOUT = 0.5  # of the node timeout: how long a call waits for a row before it costs its vote
 
 logger = logging.getLogger(__name__)
 told: set[str] = set()  # the nodes of which a line of the log says that no message comes
@@ -103,9 +99,8 @@ class PostgresDialled:
         pipeline, end = self.pipeline, CLOCK.now() + self.timeout
         try:
             while not pipeline.replies:
-                if not _wait(pipeline.fileno(), writes=not pipeline.flush(), until=end):
+                if not pipeline.exchange(end):
                     raise redis.TimeoutError("no answer in time")
-                pipeline.receive()
         except OSError as error:
             raise redis.ConnectionError(str(error)) from None
         reply = pipeline.replies.popleft()
@@ -143,7 +138,7 @@ class PostgresAddress:
         connection = pq.PGconn.connect_start(text)
         try:
             _finish_connecting(connection, end)
-            pipeline = Pipeline(connection, LOCK_TIMEOUT * (node_timeout or timeout) * 1000)
+            pipeline = Pipeline(connection, node_timeout or timeout)
             return PostgresDialled(pipeline, timeout)
         except BaseException:
             connection.finish()
@@ -309,7 +304,7 @@ def _finish_connecting(connection: pq.abc.PGconn, until: float) -> None:
     try:
         while state not in (pq.PollingStatus.OK, pq.PollingStatus.FAILED):
             writes = state == pq.PollingStatus.WRITING
-            if not _wait(connection.socket, writes=writes, reads=not writes, until=until):
+            if not ready(connection.socket, writes=writes, reads=not writes, until=until):
                 raise redis.TimeoutError("timed out")
             state = connection.connect_poll()
     except psycopg.Error as error:
@@ -321,11 +316,3 @@ def _finish_connecting(connection: pq.abc.PGconn, until: float) -> None:
 def _packed(words: Sequence[Any]) -> bytes:
     texts = [word if isinstance(word, bytes) else encoded(str(word)) for word in words]
     return b"*%d\r\n%b" % (len(texts), b"".join(map(encode_bulk, texts)))
-
-
-def _wait(descriptor: int, *, writes: bool, until: float, reads: bool = True) -> bool:
-    """Return whether a descriptor is ready by then."""
-    poll = new_poll(gevent_here() is None)  # another greenlet may run meanwhile
-    poll.register(descriptor, (select.POLLIN if reads else 0) | (select.POLLOUT if writes else 0))
-    left = until - CLOCK.now()
-    return left > 0 and bool(poll.poll(max(1, int(left * 1000))))

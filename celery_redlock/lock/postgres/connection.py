@@ -62,5 +62,8 @@ class PostgresConnection:
             raise
 
     def close(self, *, reset: bool) -> None:
-        """Close the connection. reset: libpq has no such end; what was written may be executed."""
-        self._pipeline.close()
+        """Close the connection; reset: at once. What was written may be executed then, too."""
+        if reset:
+            self._pipeline.close()
+        else:
+            self._pipeline.finish()

@@ -10,11 +10,13 @@ from celery_redlock.lock.server.error_hints import add_signs
 from celery_redlock.lock.transport.connection import ENDED
 
 NOT_REPLICATED = "NOTREPLICATED committed on the primary alone: its standby did not confirm it"
+ISOLATION = "TRYAGAIN the isolation level"  # of `begin_call`; sent again, the call sets its own
 _ADVICE = re.compile("This probably means|Is the server running")  # of libpq, for people
 _SYNC_REP = b"SyncRepWaitForLSN"  # the function of the server that warns of it, in any language
 # By SQLSTATE: the word with which the error reply begins, as one of Redis. Any other is "ERR".
 _CODES = {
     b"40001": "TRYAGAIN", b"40P01": "TRYAGAIN", b"55P03": "TRYAGAIN", b"57014": "TRYAGAIN",
+    b"25001": "TRYAGAIN",
     b"25006": "STANDBY", b"55000": "STANDBY", b"53300": "CONNECTIONS",
     b"3F000": "NOSCHEMA", b"42P01": "NOSCHEMA", b"42883": "NOSCHEMA",
 }  # fmt: skip

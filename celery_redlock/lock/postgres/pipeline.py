@@ -6,6 +6,7 @@ once the sync has come without an error. Source: "Pipeline Mode" in the manual o
 
 from __future__ import annotations
 
+import select
 import struct
 from collections import deque
 from collections.abc import Sequence
@@ -15,7 +16,10 @@ import hiredis
 import psycopg
 from psycopg import pq
 
+from celery_redlock.lock.platform.clock import SystemClock
+from celery_redlock.lock.platform.threads import gevent_here, new_poll
 from celery_redlock.lock.postgres.errors import (
+    ISOLATION,
     NOT_REPLICATED,
     error_of,
     is_not_replicated,
@@ -37,6 +41,8 @@ _CALLS = {
 }
 _COMMAND = _SETTINGS + b"redlock.command($2)"
 _BYTEA, _BYTEA_ARRAY, _TEXT = 17, 1001, 25  # Source: pg_type.dat of PostgreSQL
+CLOCK = SystemClock()
+LOCK_TIMEOUT = 0.5  # of the node timeout: how long a call waits for a row before it costs its vote
 _ISOLATE = b"SET transaction_isolation TO 'read committed'"  # of the transaction up to the sync
 
 
@@ -50,15 +56,16 @@ def encoded_array(words: Sequence[bytes]) -> bytes:
 
 
 class Pipeline:
-    """Calls in flight on one libpq connection, and their replies, in order. Never waits.
+    """Calls in flight on one libpq connection, and their replies, in order.
 
-    lock_timeout: ms for which a call waits for a row or a turn; then its reply is an error. After
-    an OSError the connection is at its end.
+    Only `exchange` and `finish` wait.
+    timeout: seconds for a reply. A call that waits for a row or a turn for a part of them is
+    answered by an error. After an OSError the connection is at its end.
     """
 
-    def __init__(self, connection: pq.abc.PGconn, lock_timeout: float) -> None:
-        self.connection = connection
-        self._lock_timeout = b"%d" % max(1, lock_timeout)
+    def __init__(self, connection: pq.abc.PGconn, timeout: float) -> None:
+        self.connection, self._timeout = connection, timeout
+        self._lock_timeout = b"%d" % max(1, LOCK_TIMEOUT * timeout * 1000)
         self._isolates = False  # whether each call sets its isolation level: see `isolate_each`
         self._requests, self._parser = hiredis.Reader(), hiredis.Reader()
         self._reply: Any = None  # of the call whose sync is still to come
@@ -111,6 +118,24 @@ class Pipeline:
         except psycopg.Error:
             return -1
 
+    def exchange(self, until: float) -> bool:
+        """Write and read once the server is ready; return False if it is not by then."""
+        if not ready(self.fileno(), writes=not self.flush(), until=until):
+            return False
+        self.receive()
+        return True
+
+    def finish(self) -> None:
+        """Close once each call is answered or late: a pooler cancels what is still running."""
+        until = CLOCK.now() + self._timeout
+        try:
+            while self._outstanding and self.exchange(until):
+                pass
+        except OSError:
+            pass
+        finally:
+            self.close()
+
     def close(self) -> None:
         self.connection.finish()
 
@@ -135,6 +160,8 @@ class Pipeline:
             self._reply = result.get_value(0, 2)
         elif status == pq.ExecStatus.FATAL_ERROR and not self._error:
             self._error = error_of(result)
+            # behind a pooler the server's default may have changed since the connect
+            self._isolates = self._isolates or self._error.startswith(ISOLATION)
         elif status == pq.ExecStatus.PIPELINE_SYNC:
             return True
         return False
@@ -151,3 +178,11 @@ class Pipeline:
     def _on_notice(self, result: pq.abc.PGresult) -> None:
         if is_not_replicated(result):
             self._error = NOT_REPLICATED
+
+
+def ready(descriptor: int, *, writes: bool, until: float, reads: bool = True) -> bool:
+    """Return whether a descriptor is ready by then."""
+    poll = new_poll(gevent_here() is None)  # another greenlet may run meanwhile
+    poll.register(descriptor, (select.POLLIN if reads else 0) | (select.POLLOUT if writes else 0))
+    left = until - CLOCK.now()
+    return left > 0 and bool(poll.poll(max(1, int(left * 1000))))

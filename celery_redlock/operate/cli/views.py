@@ -259,7 +259,8 @@ class WaitersView:
         of_all = self.registered
         processes = tuple(one for one in of_all.processes if one.resource in resources)
         wrong = {name: nodes for name, nodes in of_all.wrong_type.items() if name in resources}
-        registered = replace(of_all, processes=processes, wrong_type=wrong)
+        asked, needed = of_all.asked, of_all.needed
+        registered = WaitingList(processes, wrong, of_all.failing, asked, needed)
         return replace(self, waiting=waiting, registered=registered)
 
     def tables(self, of: str = "") -> tuple[Table, ...]:

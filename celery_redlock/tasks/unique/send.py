@@ -18,7 +18,7 @@ from celery.utils.time import maybe_iso8601, maybe_make_aware
 from celery_redlock.errors import DuplicateTask, SettingsError
 from celery_redlock.label import RunId
 from celery_redlock.lock.model.keys import name_of_all
-from celery_redlock.lock.validation import check_resources
+from celery_redlock.lock.validation import check_resources, check_text
 from celery_redlock.tasks.delivery.delivery import HEADER, utc_now
 from celery_redlock.tasks.per_app import redlock_of, settings_of
 from celery_redlock.tasks.settings.app import OptionSource
@@ -64,9 +64,7 @@ def send_unique(
     settings, level = settings_of(app), "send_unique"
     given = check_options(given, settings, lambda option: OptionSource(level, option), travels=True)
     check_together(level, given)
-    if not isinstance(resource, str) or not resource:
-        raise SettingsError(level, "resource", repr(resource), "must be a text, not empty")
-    check_resources(level, resource)
+    check_resources(level, check_text(level, "resource", resource))
     add_is_duplicate(app)
     publish = functools.partial(app.send_task, name, args, kwargs)
     lock_options = TaskLockOptions(**{**BUILT_IN, "ttl": settings.max_ttl, **given})

@@ -273,7 +273,9 @@ class WaitingRoom(bootsteps.StartStopStep):
         )
 
     def _connect(self) -> Inbox:
-        if self.inbox is None:
+        if self.inbox is None or self._redlock is None or self._redlock.session.is_closed:
+            if self.inbox is not None:  # of one that the user's code has closed
+                self.inbox.close()
             self._redlock = redlock_of(self._consumer.app)  # kept: an app may leave its own
             session = self._redlock.session
             self._votes, self._quorum = votes_channel(session.options.prefix), session.nodes.quorum
@@ -313,7 +315,7 @@ class WaitingRoom(bootsteps.StartStopStep):
     def _sweep(self) -> None:
         """Forget what nobody waits for any more, and dispatch expired and revoked messages."""
         if self.inbox is not None:
-            self.inbox.listen()  # a subscriber that ended just as its channel was wanted again
+            self._connect().listen()  # a subscriber that ended just as its channel was wanted again
         self._dispatcher.sweep()
         now = self._clock.now()
         for queue, (_, until, _) in list(self._refusals.items()):  # another thread may add one
