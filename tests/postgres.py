@@ -361,9 +361,9 @@ def standby(primary: PostgresNode, *, synchronous: bool = False) -> Standby:
 
 
 class Pooler(Server):
-    """A pgbouncer in transaction mode: each transaction gets any of its connections to the node."""
+    """A pgbouncer. In transaction mode each transaction gets any of its connections to the node."""
 
-    def __init__(self, node: PostgresNode) -> None:
+    def __init__(self, node: PostgresNode, max_client_conn: int, pool_mode: str) -> None:
         super().__init__()
         config = self.folder / "pgbouncer.ini"
         config.write_text(
@@ -375,9 +375,9 @@ listen_addr = 127.0.0.1
 listen_port = {self.port}
 unix_socket_dir =
 auth_type = any
-pool_mode = transaction
+pool_mode = {pool_mode}
 ignore_startup_parameters = extra_float_digits
-max_client_conn = 200
+max_client_conn = {max_client_conn}
 default_pool_size = 10
 server_login_retry = 0.2
 """
@@ -395,6 +395,8 @@ server_login_retry = 0.2
         self.start()
 
 
-def pooler(node: PostgresNode) -> Pooler:
+def pooler(
+    node: PostgresNode, max_client_conn: int = 200, pool_mode: str = "transaction"
+) -> Pooler:
     """Return a pgbouncer in front of a node; `with` starts it."""
-    return Pooler(node)
+    return Pooler(node, max_client_conn, pool_mode)

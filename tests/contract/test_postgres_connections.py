@@ -19,6 +19,7 @@ import pytest
 from celery_redlock import LockTaken, QuorumUnreachable, Redlock
 from celery_redlock.lock.postgres import address
 from celery_redlock.testing import EmbeddedNode
+from celery_redlock.testing.servers import claim_port
 from tests.conftest import NODE_TIMEOUT, PATIENCE, TTL, eventually, hearing, see_renewal, settle
 from tests.contract.conftest import in_child
 from tests.contract.proxy import BOTH_WAYS, FAIR, Proxy, Weather
@@ -273,6 +274,26 @@ class TestMessages:
                 settle(waiter)
                 assert free() < PROMPT
         assert not told(caplog)
+
+    @pytest.mark.parametrize("mistake", ["the pooler", "a port without a server"])
+    def test_one_line_says_so_if_the_url_names_a_wrong_server_for_them(
+        self, node: PostgresNode, pool_of: Pooler, pool: ThreadPoolExecutor,
+        caplog: pytest.LogCaptureFixture, mistake: str,
+    ) -> None:  # fmt: skip
+        wrong, cause = pool_of.port, "(a pooler stands between)"
+        if mistake != "the pooler":
+            with closing(claim_port()) as claim:
+                wrong, cause = claim.getsockname()[1], "Connection refused"
+        url = f"{pool_of.url}?listen_host=127.0.0.1&listen_port={wrong}"
+        with over(url) as holder, over(url) as waiter:
+            for _ in range(2):
+                free = self.free_after(holder, waiter, pool)
+                eventually(lambda: told(caplog))
+                assert free() < LOOKS
+            assert not hearing(waiter)
+        [line] = told(caplog)
+        assert line.levelno == logging.WARNING
+        assert cause in line.getMessage()
 
     def test_a_terminated_listener_is_replaced(
         self, node: PostgresNode, pool: ThreadPoolExecutor

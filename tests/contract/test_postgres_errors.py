@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ from celery_redlock import QuorumUnreachable, Redlock
 from celery_redlock.errors import SettingsError
 from celery_redlock.lock.node_status import read_nodes
 from tests.conftest import NODE_TIMEOUT, eventually
-from tests.postgres import PostgresNode, standby
+from tests.postgres import PostgresNode, pooler, standby
 
 SECRET = "sekret"
 SETUP = "celery -A shop redlock setup"
@@ -100,11 +101,27 @@ except Exception as error:
         assert 'needs psycopg: pip install "celery_redlock[postgresql]"' in done.stdout
         assert SECRET not in done.stdout + done.stderr
 
+    def test_a_psycopg_without_libpq(self) -> None:
+        story = """
+from celery_redlock import Redlock
+try:
+    Redlock(["postgresql://u:sekret@h/db"])
+except Exception as error:
+    print(type(error).__name__, error)
+"""
+        done = subprocess.run(
+            [sys.executable, "-c", story], capture_output=True, text=True, timeout=60, check=True,
+            env={**os.environ, "PSYCOPG_IMPL": "other"},
+        )  # fmt: skip
+        assert done.stdout.startswith("SettingsError")
+        assert 'pip install "celery_redlock[postgresql]", and unset PSYCOPG_IMPL: ' in done.stdout
+        assert "'other'" in done.stdout
+        assert SECRET not in done.stdout + done.stderr
+
     @pytest.mark.parametrize(
         "url",
         [
             "postgresql://u:se%zzkret@h/db",  # libpq refuses the percent sign
-            "postgresql://u:sekret@h/db?foo=sekret",
             "postgresql://u:x@sekret@h:1/db",  # libpq: host "sekret@h"
             "postgresql://u:se/kret@127.0.0.1:1/db",  # libpq: port "se"
             "postgresql://u:12/sekret@127.0.0.1:1/db",  # libpq: port 12
@@ -119,6 +136,15 @@ except Exception as error:
         text = refused_at_once(url)
         assert "is not a URL of a PostgreSQL server; in user and password, write special" in text
         assert not any(part in text for part in ("sekret", "kret", "se/", "se?"))
+
+    def test_a_misspelt_parameter_is_named_without_its_value(self) -> None:
+        text = refused_at_once("postgresql://u:sekret@h/db?listen_hosts=sekret")
+        assert "names 'listen_hosts', which is not an option of libpq; did you mean" in text
+        assert "'listen_host'" in text
+        for wrong in ("listen_host=", "listen_port=abc", "listen_port="):
+            text = refused_at_once(f"postgresql://u:sekret@h/db?{wrong}")
+            assert f"its query names {wrong.partition('=')[0]!r} without a right value" in text
+        assert SECRET not in text
 
 
 class TestAServer:
@@ -137,6 +163,26 @@ class TestAServer:
             see(f"{attributes}any", "in recovery", A_STANDBY)
             for text in refused(f"{attributes}any"):
                 assert "INFO" not in text
+
+    def test_a_user_whose_transactions_only_read(self, node: PostgresNode) -> None:
+        node.query("ALTER DATABASE postgres SET default_transaction_read_only = on")
+        for text in refused(node.url):
+            assert f"({A_STANDBY}, in its URL; or its default_transaction_read_only is on" in text
+
+    def test_a_pgbouncer_that_takes_no_more_clients(self, node: PostgresNode) -> None:
+        with pooler(node, max_client_conn=1) as between, psycopg.connect(between.url):
+            hint = "raise max_client_conn of its pgbouncer"
+            see(between.url, "no more connections allowed", hint)
+
+    def test_whose_strings_have_escapes_has_the_schema_as_everywhere(
+        self, bare: PostgresNode
+    ) -> None:
+        off = "ALTER DATABASE postgres SET standard_conforming_strings"
+        bare.query(f"{off} = off")
+        bare.setup()
+        bare.query(f"{off} = on")
+        with Redlock([bare.url], node_timeout=NODE_TIMEOUT) as redlock:
+            assert redlock.lock("r").try_acquire(wait=60)
 
     def test_a_database_or_a_role_that_is_not_there(self, node: PostgresNode) -> None:
         place = f"127.0.0.1:{node.port}"

@@ -132,7 +132,13 @@ def test_the_doctor_says_if_no_message_arrives_through_a_pooler(server: Postgres
     with pooler(server) as between:
         listens = f"{between.url}?listen_host=127.0.0.1&listen_port="
         assert doubts(server.url) == doubts(f"{listens}{server.port}") == []
-        assert doubts(between.url) == [("pooler", "pgbouncer")]
+        unheard = [("messages", "a pooler stands between")]
+        assert doubts(between.url) == doubts(f"{listens}{between.port}") == unheard
+        with pooler(server, pool_mode="session") as session:
+            assert doubts(f"{listens}{session.port}") == []
+        [(setting, cause)] = doubts(f"{listens}{session.port}")
+        assert setting == "messages"
+        assert "Connection refused" in cause
 
 
 def test_the_doctor_says_which_settings_of_the_server_cost_locks_or_time(
@@ -155,6 +161,19 @@ def test_the_doctor_says_that_a_promoted_standby_may_lack_locks(server: Postgres
     server.setup()
     with standby(server):
         assert doubts(server.url) == [("synchronous_standby_names", "''")]
+
+
+def test_the_doctor_says_what_a_user_without_pg_monitor_cannot_see(server: PostgresNode) -> None:
+    server.setup()
+    server.query("GRANT USAGE ON SCHEMA redlock TO locks")
+    with standby(server, synchronous=True), ExitStack() as stack:
+        assert doubts(as_locks(server)) == [("rights", "locks")]
+        for _ in range(33):  # of 40, of another user
+            stack.enter_context(closing(server.connect()))
+        used, rights = doubts(as_locks(server))
+        assert (used[0], rights[0]) == ("connections", "rights")
+        server.query("GRANT pg_monitor TO locks")
+        assert [setting for setting, _ in doubts(as_locks(server))] == ["connections"]
 
 
 def test_the_doctor_counts_connections_and_long_transactions(

@@ -6,6 +6,8 @@ any client of libpq.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
 import math
 import re
@@ -26,6 +28,7 @@ from celery_redlock.lock.postgres.errors import words_of
 from celery_redlock.lock.postgres.pipeline import Pipeline, ready
 from celery_redlock.lock.postgres.pubsub import PostgresPubSub
 from celery_redlock.lock.postgres.schema import (
+    STRINGS,
     VERSION,
     create_schema,
     doubts_of,
@@ -33,6 +36,7 @@ from celery_redlock.lock.postgres.schema import (
     schema_sql,
     schema_version,
 )
+from celery_redlock.lock.transport.address import unknown_option
 from celery_redlock.lock.transport.command import encode_bulk, encoded
 from celery_redlock.lock.transport.connection import CLOCK, Peer
 
@@ -45,9 +49,11 @@ PATIENCE = 10.0  # seconds to connect for a command of an operator
 _PORT = re.compile(r"\d{0,5}")
 LISTENS = ("listen_host", "listen_port")
 UNHEARD = (
-    "node %s sends no message through its pooler, so waiters poll about "
+    "node %s sends no message (%s), so waiters poll about "
     "once a second: name listen_host and listen_port of the server in its URL"
 )
+POOLED = "a pooler stands between"
+TRIES = 3  # to find a pooler that shares its connections: other clients may use one just then
 
 logger = logging.getLogger(__name__)
 told: set[str] = set()  # the nodes of which a line of the log says that no message comes
@@ -74,7 +80,8 @@ class PostgresDialled:
             raise redis.ResponseError(f"SETTINGS client_min_messages is {messages.decode()}")
         if isolation != READ_COMMITTED:
             pipeline.isolate_each()
-        self.is_pooled = int(pid) != pipeline.connection.backend_pid
+        self.server_pid = int(pid)
+        self.is_pooled = self.server_pid != pipeline.connection.backend_pid
 
     def pack_commands(self, commands: Iterable[Sequence[Any]]) -> list[bytes]:
         return [_packed(words) for words in commands]
@@ -144,15 +151,42 @@ class PostgresAddress:
     def pubsub(self, timeout: float, node_timeout: float) -> PostgresPubSub:
         """Return a new connection that hears messages, unless a pooler stands between.
 
-        There a message to itself arrives, and no later one. listen_host and listen_port are taken
-        at their word: they may name a pooler with a connection for each session.
+        There a message to itself arrives, and no later one.
         """
-        dialled = self._dial({**self.options, **self.listens}, timeout, node_timeout)
-        is_pooled = dialled.is_pooled and not self.listens
-        if is_pooled and self.name not in told:
-            told.add(self.name)
-            logger.warning(UNHEARD, self.name, extra={"event": "messages_unheard"})
-        return PostgresPubSub(dialled.pipeline, hears=not is_pooled)
+        dialled, cause = None, ""
+        try:
+            dialled, cause = self._listener(timeout, node_timeout)
+        except redis.RedisError as error:
+            cause = str(error) if self.listens else ""  # else the node fails, and says so itself
+            raise
+        finally:
+            if not cause:
+                told.discard(self.name)
+            elif self.name not in told:
+                told.add(self.name)
+                logger.warning(UNHEARD, self.name, cause, extra={"event": "messages_unheard"})
+        return PostgresPubSub(dialled.pipeline, hears=not cause)
+
+    def _listener(
+        self, timeout: float, node_timeout: float | None = None
+    ) -> tuple[PostgresDialled, str]:
+        """Return a connection for messages, and why none arrives; "" if they do.
+
+        listen_host and listen_port may name a pooler with a connection for each session. It gives
+        no other client the server process of one that is still connected.
+        """
+        dial = functools.partial(
+            self._dial, {**self.options, **self.listens}, timeout, node_timeout
+        )
+        dialled = dial()
+        is_unheard = dialled.is_pooled and not self.listens
+        if dialled.is_pooled and self.listens:
+            with contextlib.suppress(redis.RedisError):  # for example, no connection is left
+                for _ in range(TRIES):
+                    other = dial()
+                    other.disconnect()
+                    is_unheard |= other.server_pid == dialled.server_pid
+        return dialled, POOLED if is_unheard else ""
 
     def cause_of(self, error: BaseException, timeout: float) -> str:
         """Return why the node cannot be connected to. error: of `dial`."""
@@ -160,14 +194,21 @@ class PostgresAddress:
 
     def doubts(self, timeout: float) -> list[tuple[str, str, str]]:
         """Return what `doctor` is to report of the server; empty if it cannot be connected to."""
+        unheard = ""
+        try:
+            dialled, unheard = self._listener(timeout)
+            dialled.disconnect()
+        except redis.RedisError as error:
+            unheard = str(error) if self.listens else ""
         try:
             with self.client(timeout) as client:
-                return doubts_of(client, hears=bool(self.listens))
+                return doubts_of(client, unheard)
         except psycopg.Error:  # `status` says why
             return []
 
     def setup_sql(self, prefix: str) -> str:
-        return f"BEGIN ISOLATION LEVEL READ COMMITTED;\n{schema_sql(prefix)}COMMIT;"
+        begin = f"BEGIN ISOLATION LEVEL READ COMMITTED;\n{STRINGS};"
+        return f"{begin}\n{schema_sql(prefix)}COMMIT;"
 
     def create_schema(self, prefix: str) -> bool:
         try:
@@ -190,10 +231,19 @@ class PostgresAddress:
 def address_of(url: str) -> PostgresAddress:
     """Return the address that a URL names. Raises ValueError for none of libpq's.
 
+    Raises LookupError, with a hint, for a wrong parameter of its query.
     Two parameters of its query are our own: listen_host and listen_port, for messages.
     """
     place, mark, query = url.partition("?")
     given = parse_qsl(query, keep_blank_values=True)
+    known = {one.keyword.decode(): one for one in pq.Conninfo.get_defaults()}
+    if "@" not in query:  # else it may be the rest of a password
+        for name, _ in given:
+            if name not in (names := [*known, "ssl", *LISTENS]):
+                raise LookupError(unknown_option(name, names, "libpq"))
+    for name, one in given:
+        if name in LISTENS and not (one and (name == "listen_host" or _PORT.fullmatch(one))):
+            raise LookupError(f"its query names {name!r} without a right value")
     listens = {name.removeprefix("listen_"): one for name, one in given if name in LISTENS}
     rest = urlencode([(name, one) for name, one in given if name not in LISTENS])
     try:
@@ -202,7 +252,6 @@ def address_of(url: str) -> PostgresAddress:
         raise ValueError("not a URL of libpq") from None
     if "@" in url.partition("://")[2].partition("/")[2].partition("?")[0]:
         raise ValueError("a password with a slash, which libpq takes for host and database")
-    known = {one.keyword.decode(): one for one in pq.Conninfo.get_defaults()}
 
     def value(keyword: str, default: str) -> str:
         found = options.get(keyword) or (known[keyword].val or b"").decode()
@@ -261,7 +310,7 @@ def _finish_connecting(connection: pq.abc.PGconn, until: float) -> None:
     except psycopg.Error as error:
         raise redis.ConnectionError(words_of(str(error))) from None
     if state == pq.PollingStatus.FAILED:
-        raise redis.ConnectionError(words_of(connection.get_error_message()))
+        raise redis.ConnectionError(words_of(pq.error_message(connection)))
 
 
 def _packed(words: Sequence[Any]) -> bytes:

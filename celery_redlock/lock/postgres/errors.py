@@ -21,7 +21,8 @@ _CODES = {
     b"3F000": "NOSCHEMA", b"42P01": "NOSCHEMA", b"42883": "NOSCHEMA",
 }  # fmt: skip
 _A_STANDBY = (
-    "a standby: name its primary, or all hosts with target_session_attrs=read-write, in its URL"
+    "a standby: name its primary, or all hosts with target_session_attrs=read-write, in its URL; "
+    "or its default_transaction_read_only is on"
 )
 # fmt: off
 _TEMPORARY = {
@@ -30,6 +31,7 @@ _TEMPORARY = {
     "server closed the connection|terminating connection|server conn crashed|pooler error": "",
     "CONNECTIONS|too many (?:clients|connections)|connection slots are reserved":
         "raise its max_connections, or put pgbouncer between",
+    "no more connections allowed": "raise max_client_conn of its pgbouncer",
 }
 _MISCONFIGURED = {
     "NOSCHEMA": "run `celery -A shop redlock setup` once, with the right to create a schema",

@@ -15,7 +15,7 @@ import os
 import re
 import socket
 import ssl
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeVar, cast
@@ -107,10 +107,8 @@ class Address(Protocol):
 
 @dataclass(frozen=True)
 class RedisAddress:
-    """The address of a Redis or Valkey node, and how to connect to it.
+    """The address of a Redis or Valkey node: see `Address`. name: host and port, or path.
 
-    name: host and port, or path, for logs and errors; never with credentials.
-    server: a canonical spelling, equal for two addresses of one server.
     sentinels: the Sentinels that know the place of the node; the one to ask first is the first.
     """
 
@@ -329,12 +327,16 @@ def _postgres_address(url: str, level: str, name: str) -> Address:
     try:  # by name: nothing else imports what only users of PostgreSQL have installed
         address_of = importlib.import_module(POSTGRES).address_of
     except ImportError as missing:
-        if (missing.name or "").partition(".")[0] != "psycopg":
+        if (missing.name or "psycopg").partition(".")[0] != "psycopg":
             raise
         hint = 'needs psycopg: pip install "celery_redlock[postgresql]"'
+        if not missing.name:  # psycopg is there, and finds no libpq
+            hint = f"{hint}, and unset PSYCOPG_IMPL: {' '.join(str(missing).split())}"
     else:
         try:
             return cast("Address", address_of(url))
+        except LookupError as unknown:
+            hint = str(unknown.args[0])
         except ValueError:
             hint = (
                 "is not a URL of a PostgreSQL server; in user and password, write special "
@@ -384,6 +386,12 @@ def _canonical(host: str) -> str:
         return host.lower().rstrip(".")
 
 
+def unknown_option(name: str, known: Sequence[str], whose: str) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    more = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
+    return f"its query names {name!r}, which is not an option of {whose}; {more}"
+
+
 def _wrong_query(query: str) -> str:
     """Return what is wrong with the query of a sentinel:// URL; "" if all of it is used."""
     if "@" in query:
@@ -391,9 +399,7 @@ def _wrong_query(query: str) -> str:
     given = dict(parse_qsl(query, keep_blank_values=True, strict_parsing=True)) if query else {}
     for name, value in given.items():
         if name not in _QUERY:
-            close = difflib.get_close_matches(name, _QUERY, n=1)
-            more = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(_QUERY)}"
-            return f"its query names {name!r}, which is not an option of Sentinels; {more}"
+            return unknown_option(name, _QUERY, "Sentinels")
         if not value:
             return f"its query names {name!r} without a value"
         if name in _TLS_OPTIONS and not to_bool(given.get("ssl")):

@@ -414,7 +414,8 @@ def _lints_of_nodes(redlock: Redlock, status: NodeList) -> Iterator[Lint]:
         yield Lint(ADVICE, "app: redlock_nodes", "2 nodes", hint)
     for server in redlock.session.nodes.all:
         for setting, value, hint in server.address.doubts(PATIENCE):
-            yield Lint(WARNING, f"{server.name}: {setting}", value, hint)
+            level = ADVICE if setting == "rights" else WARNING
+            yield Lint(level, f"{server.name}: {setting}", value, hint)
     own = shared_settings_of(redlock.session)
     for settings, nodes in read_shared_settings(redlock.session).items():
         hint = f"according to {', '.join(nodes)}; this app uses {own}: {UNTIL_ALIKE}"

@@ -256,7 +256,7 @@ def find_nodes(conf: Mapping[str, Any]) -> tuple[Any, str]:
         return [url], "broker_url" if url == broker_redis else name
     hint = (
         "neither the broker nor the result backend is one Redis: name the lock's own nodes, "
-        'as redlock_nodes = ["redis://a", "redis://b", "redis://c"]'
+        'as redlock_nodes = ["redis://a", "redis://b", "redis://c"] or ["postgresql://a/db"]'
     )
     raise SettingsError("app", "redlock_nodes", "None", hint)
 
