@@ -162,7 +162,7 @@ class Redlock:
             reentrant=check_flag(level, "reentrant", reentrant),
             max_hold=None if max_hold is None else check_seconds(level, "max_hold", max_hold),
             label="",  # of the process that acquires it, which may be a forked child
-            on_lost=check_callback(level, "on_lost", on_lost),
+            on_lost=None if on_lost is None else check_callback(level, "on_lost", on_lost),
         )
         return Lock(self, options)
 

@@ -136,7 +136,7 @@ def check_flag(level: str, name: str, flag: object) -> bool:
 
 
 def check_callback(level: str, name: str, call: Any) -> Any:
-    if call is not None and (not callable(call) or inspect.iscoroutinefunction(call)):
+    if not callable(call) or inspect.iscoroutinefunction(call):
         hint = "must be a function that takes the error and is not a coroutine function, or None"
         raise SettingsError(level, name, repr(call), hint)
     return call
