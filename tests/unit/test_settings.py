@@ -961,7 +961,7 @@ class TestKeys:
         said = str(caught.value)
         declared = "shop.f(a, b=2, *rest, **options)"
         assert said.startswith(f"task 'shop.f': arguments={given}: do not fit {declared}: {why}")
-        assert "A send and lock_for give all that a run takes" in said
+        assert "lock_unique_for, and lock_for, need all arguments of a run" in said
         assert "another version of the task" in said
         assert "s3cret" not in said
 
