@@ -323,4 +323,4 @@ class DuplicateTask(RedlockError):
         text = f"{self.resource!r} was sent before as task {self.task_id}"
         if self.expires_in is not None:
             text += f", which counts until its end, at the latest in {self.expires_in:.0f} s"
-        return f"{text}: wait for that task"
+        return f"{text}. A new call is accepted after that"

@@ -119,15 +119,15 @@ def left_open(app: Any) -> tuple[Lint, ...]:
     unbounded = [task.name for task in tasks if _is_unbounded(task)]
     if unbounded:
         hint = (
-            f"{_listed(unbounded)}: a body that never ends keeps its lock forever, and messages "
-            "wait behind it forever: set lock_max_hold or a time_limit, or lock_max_wait"
+            f"{_listed(unbounded)}: a hung body keeps its lock forever, and messages wait behind "
+            "it forever: set lock_max_hold or a time_limit, or lock_max_wait"
         )
         found.append(Lint(ADVICE, "max_wait, max_hold", "None", hint))
     late = [task.name for task in tasks if task.acks_late]
     if late and visibility is not None:
         hint = (
-            f"{_listed(late)}: the broker delivers a killed worker's messages again after these "
-            "seconds, and those of a task without a lock that runs for longer"
+            f"{_listed(late)}: after a worker is killed, the broker delivers its messages again "
+            f"only after {visibility:g} s: lower it, if no task without a lock runs for longer"
         )
         setting = "app: broker_transport_options: visibility_timeout"
         found.append(Lint(ADVICE, setting, f"{visibility:g}", hint))

@@ -251,6 +251,10 @@ def test_what_would_call_the_body_past_the_lock_is_refused(app: Celery, method: 
         ({"vendor.sync": {"tll": 30}}, r"redlock_tasks\['vendor.sync'\].*did you mean 'ttl'"),
         ({"vendor.s*": {"ttl": "x"}}, r"redlock_tasks\['vendor.s\*'\]\['ttl'\]='x'"),
         ({"vendor.*": {"key": "{acount}"}}, r"\['key'\].*did you mean 'account'"),
+        (
+            {"vendor.*": {"args": ["acount"]}},
+            r"To leave this task out, set 'vendor.sync': {'key': False} before this entry",
+        ),
         ({"vendor.*": {"limit": 2, "fencing": True}}, "limit=1, or no fencing"),
         ({"celery.chord_unlock": {}}, "Celery's own tasks are never locked"),
         ({"celery.*": {}}, "Celery's own tasks are never locked"),
@@ -422,5 +426,5 @@ def test_what_a_task_goes_by_and_where_it_is_said(stage: Stage) -> None:
     told = named(stage, "plain").lock_options(lock={"ttl": 40})
     places = {one.name: str(one.source) for one in told.options}
     assert places["key"] == "task 'vendor.ever*': redlock_tasks['vendor.ever*']['key']"
-    assert (told["ttl"].value, places["ttl"]) == (40.0, "call: lock={'ttl'}")
+    assert (told["ttl"].value, places["ttl"]) == (40.0, "call: lock['ttl']")
     assert places["wait"] == "built-in"

@@ -20,7 +20,7 @@ from tests.integration.deliveries import QUEUE, deliver, heard, messages_of, see
 
 VISIBILITY = 2  # s
 BODY = 8  # s
-WAITS, MAY_RUN = "is already running, by another delivery", "waits: whether another delivery"
+WAITS, MAY_RUN = "is already running, by another delivery", "cannot check whether another delivery"
 DROPPED = "another delivery of its message has finished"
 HARMLESS = {"task-sent", "task-received", "task-started", "task-succeeded"}
 

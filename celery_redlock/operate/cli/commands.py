@@ -53,7 +53,7 @@ from celery_redlock.operate.control import redlock_settings, shared_by
 from celery_redlock.operate.lints import ADVICE, ERROR, WARNING, Lint, left_open, lint
 from celery_redlock.tasks.declaration import ENTRY
 from celery_redlock.tasks.per_app import redlock_of, settings_of
-from celery_redlock.tasks.settings.app import did_you_mean
+from celery_redlock.tasks.settings.app import CELERY_PREFIX, did_you_mean
 from celery_redlock.tasks.startup import locked_tasks
 
 UNTIL_ALIKE = "until all clients use the same, two tasks may hold one lock"
@@ -343,6 +343,8 @@ def options(ctx: click.Context, task: str, queue: str | None, as_json: bool) -> 
     if task not in tasks:
         if task in app.tasks:
             hint = "give it base=LockedTask, or name it in redlock_tasks"
+            if task.startswith(CELERY_PREFIX):
+                hint = "it is Celery's own, and those cannot be locked"
             raise command_error(f"{task} takes no lock: {hint}")
         raise command_error(f"{task} is not a task of this app{did_you_mean(task, tasks)}")
     effective = tasks[task].lock_options(queue)
@@ -433,7 +435,7 @@ def _lints_of_workers(app: Any) -> Iterator[Lint]:
             continue
         if theirs["settings"] != own["settings"]:
             hint = f"this app uses {own['settings']}: {UNTIL_ALIKE}"
-            yield Lint(ERROR, f"worker {worker}", theirs["settings"], hint)
+            yield Lint(ERROR, f"worker {worker}: settings", f"({theirs['settings']})", hint)
         elif theirs["nodes"] != own["nodes"]:
             hint = f"this app names {', '.join(own['nodes'])}: are these the same servers?"
             yield Lint(WARNING, f"worker {worker}", ", ".join(theirs["nodes"]), hint)

@@ -221,7 +221,7 @@ def wait_for_first_delivery(delivery: Delivery, refusal: Exception) -> NoReturn:
     first = "another delivery of its message"
     if not isinstance(refusal, LockTaken):
         reason = describe_refusal(refusal) if isinstance(refusal, NotAcquired) else repr(refusal)
-        why = f"waits: whether {first} runs is not known yet ({reason})"
+        why = f"was delivered again, and cannot check whether {first} runs ({reason})"
     elif is_held_by_own_run(delivery, refusal):
         why = f"is already running, by {first}"
     else:

@@ -227,6 +227,11 @@ class TaskLockConfig:
             if name not in known:
                 written = list(value) if isinstance(value, tuple) else value
                 hint = f"{self.task_name} has no argument {name!r}{did_you_mean(name, known)}"
+                if not known:
+                    hint = f"{self.task_name} takes no arguments"
+                if source.name.startswith("redlock_tasks[") and "*" in source.name:
+                    exempt = f"{self.task_name!r}: {{'key': False}}"
+                    hint = f"{hint}. To leave this task out, set {exempt} before this entry"
                 raise source.wrong(written, hint)
 
     def _check_defaults(self, key: Any, names: tuple[str, ...]) -> None:
@@ -397,10 +402,11 @@ class TaskLockConfig:
         bare = [p.replace(annotation=p.empty) for p in self.signature.parameters.values()]
         named = f", {', '.join(sorted(map(str, kwargs)))} by name" if kwargs else ""
         hint = (
-            f"do not fit {self.task_name}{inspect.Signature(bare)}: {why}. A send and lock_for "
-            "give all that a run takes. If the message was sent for another version of the task, "
-            "let a worker of that version run it, or let the function take both: give a new "
-            "argument a default, and keep an old argument while messages have it"
+            f"do not fit {self.task_name}{inspect.Signature(bare)}: {why}. A send with "
+            "lock_unique_for, and lock_for, need all arguments of a run. If the message was sent "
+            "for another version of the task, let a worker of that version run it, or let the "
+            "function take both: give a new argument a default, and keep an old argument while "
+            "messages have it"
         )
         level = f"task {self.task_name!r}"
         return ArgumentsError(level, "arguments", f"({len(args)} by position{named})", hint)
