@@ -137,10 +137,9 @@ class TaskLockConfig:
         """Return the options in force in a queue. call: options of a call or message, unchecked."""
         if call:
             return self._merge(queue, self.check_call(call))
-        options = self._by_queue.get(queue)
-        if options is None:
-            options = self._by_queue[queue] = self._merge(queue, {})
-        return options
+        if queue not in self._by_queue:
+            self._by_queue[queue] = self._merge(queue, {})
+        return self._by_queue[queue]
 
     def heeded(self, carried: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the options of a message without those that no message may carry."""
@@ -164,8 +163,7 @@ class TaskLockConfig:
         outer = [(self.app.options, partial(OptionSource.at, "app"))]
         pattern = pattern_for(queue, self.app.queues)
         if pattern is not None:
-            of_queue = partial(OptionSource.at, "queues", of=pattern)
-            outer.append((self.app.queues[pattern], of_queue))
+            outer.append((self.app.queues[pattern], partial(OptionSource.at, "queues", of=pattern)))
         for number, (options, source) in enumerate(outer, 1):
             nearer = *(one for one, _ in outer[number:]), self.options, call
             if decides_key(options) and any(map(decides_key, nearer)):
@@ -225,14 +223,11 @@ class TaskLockConfig:
     ) -> None:
         for name in names:
             if name not in known:
-                written = list(value) if isinstance(value, tuple) else value
-                hint = f"{self.task_name} has no argument {name!r}{did_you_mean(name, known)}"
-                if not known:
-                    hint = f"{self.task_name} takes no arguments"
-                if source.name.startswith("redlock_tasks[") and "*" in source.name:
-                    exempt = f"{self.task_name!r}: {{'key': False}}"
-                    hint = f"{hint}. To leave this task out, set {exempt} before this entry"
-                raise source.wrong(written, hint)
+                has = f"has no argument {name!r}{did_you_mean(name, known)}"
+                hint = f"{self.task_name} {has if known else 'takes no arguments'}"
+                if "*" in source.name:  # a glob in `redlock_tasks`
+                    hint += f". To leave it out, set {{{self.task_name!r}: {{'key': False}}}} first"
+                raise source.wrong(list(value) if isinstance(value, tuple) else value, hint)
 
     def _check_defaults(self, key: Any, names: tuple[str, ...]) -> None:
         """Raise SettingsError if an argument's default would make another key each time.
@@ -404,9 +399,8 @@ class TaskLockConfig:
         hint = (
             f"do not fit {self.task_name}{inspect.Signature(bare)}: {why}. A send with "
             "lock_unique_for, and lock_for, need all arguments of a run. If the message was sent "
-            "for another version of the task, let a worker of that version run it, or let the "
-            "function take both: give a new argument a default, and keep an old argument while "
-            "messages have it"
+            "for another version of the task, let a worker of that version run it, or give a new "
+            "argument a default, and keep an old one while messages have it"
         )
         level = f"task {self.task_name!r}"
         return ArgumentsError(level, "arguments", f"({len(args)} by position{named})", hint)
