@@ -11,7 +11,7 @@ from urllib.parse import unquote
 
 from celery_redlock.lock.engine.session import Session
 from celery_redlock.lock.inspection import values_on
-from celery_redlock.lock.model.keys import parts_of_claim, unique_key
+from celery_redlock.lock.model.keys import parts_of_claim, resources_of, unique_key
 from celery_redlock.lock.reports import ClaimList, ClaimReport, EndedClaim
 from celery_redlock.lock.server.admin import ask_each, names_on, reply_of
 from celery_redlock.lock.server.requests import UNIQUE
@@ -35,7 +35,7 @@ def list_claims(session: Session, pattern: str = "*") -> ClaimList:
             votes.setdefault(of, {})[node] = left
             values.setdefault(of, []).append(text)
     claims = [_claim(session, *of, values[of], on) for of, on in votes.items()]
-    matching = [one for one in claims if fnmatch.fnmatchcase(one.resource, pattern)]
+    matching = [one for one in claims if fnmatch.filter(one.known_as, pattern)]
     matching.sort(key=lambda one: (one.resource, one.task, -len(one.votes)))
     return ClaimList(tuple(matching), failing, len(nodes.all), nodes.quorum)
 
@@ -48,7 +48,7 @@ def _claim(
     counts = len(votes) >= needed
     parts = [parts_of_claim(value) for value in values]
     return ClaimReport(
-        resource,
+        ", ".join(resources_of(resource)),
         unquote(task),
         next((run_id for _, _, run_id in parts if run_id), "").partition(":")[0],
         is_sent=sum(is_sent for _, is_sent, _ in parts) >= needed,

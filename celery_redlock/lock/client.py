@@ -240,7 +240,7 @@ class Redlock:
         """
         self._check("end_claim", resource)
         sight = self.claims()
-        claims = [one for one in sight.claims if one.resource == resource]
+        claims = [one for one in sight.claims if resource in one.known_as]
         self._known(claims, sight, resource)
         return tuple(delete_claim(self.session, claim) for claim in claims)
 

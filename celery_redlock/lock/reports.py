@@ -11,6 +11,7 @@ from dataclasses import InitVar, dataclass
 from typing import Any
 
 from celery_redlock.label import Holder
+from celery_redlock.lock.model.keys import in_order, resources_of
 
 __all__ = [
     "BreakReport",
@@ -287,6 +288,12 @@ class ClaimReport(_Named):
     needed: int
     name: InitVar[str]
     token: InitVar[str]
+
+    @property
+    def known_as(self) -> set[str]:
+        """What a caller may call it: each resource, and all as the error and the lock name them."""
+        each = resources_of(self.name.partition(":")[2])
+        return {self.resource, ", ".join(in_order(each)), *each}
 
 
 @dataclass(frozen=True)

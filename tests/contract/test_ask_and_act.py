@@ -13,7 +13,14 @@ from typing import Any
 import pytest
 from celery import Celery, current_app
 
-from celery_redlock import LockLost, QuorumUnreachable, Redlock, SettingsError, send_unique
+from celery_redlock import (
+    LockedTask,
+    LockLost,
+    QuorumUnreachable,
+    Redlock,
+    SettingsError,
+    send_unique,
+)
 from celery_redlock.lock.claims import delete_claim
 from celery_redlock.lock.lock import Lock
 from celery_redlock.lock.model.keys import lock_key
@@ -304,6 +311,23 @@ class TestClaims:
         assert shown == ["stock:1", "stock:2"]
         assert redlock.end_claim("stock:*") == ()  # it names one resource
         assert [one.resource for one in redlock.claims("späť").claims] == ["späť"]
+
+    @pytest.mark.parametrize("name", ["acc:1", "acc:2", "acc:1, acc:2", "acc:2, acc:1"])
+    def test_one_of_several_resources_is_found_by_each_name_of_it(
+        self, app: Celery, name: str
+    ) -> None:
+        @app.task(base=LockedTask, lock_key=["acc:{x}", "acc:{y}"], lock_unique_for=600.0)
+        def move(x: int, y: int) -> None: ...
+
+        redlock = Redlock.of(app)
+        move.delay(2, 1)
+        settle(redlock)
+        assert not move.delay(1, 2).is_duplicate  # its list is another one
+        settle(redlock)
+        shown = [one.resource for one in redlock.claims("acc:*").claims]
+        assert shown == ["acc:1, acc:2", "acc:2, acc:1"]
+        ended = [one.claim.resource for one in redlock.end_claim(name)]
+        assert ended == (shown if name != "acc:2, acc:1" else [name])
 
     def test_a_later_claim_is_not_ended_in_place_of_the_one_that_was_shown(
         self, app: Celery

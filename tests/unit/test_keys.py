@@ -10,6 +10,7 @@ from celery_redlock.lock.model.keys import (
     name_of_all,
     parts_of,
     resource_of,
+    resources_of,
     value_of,
     waiting_key,
 )
@@ -112,6 +113,12 @@ several = st.lists(st.text(alphabet="a:,'\" ", min_size=1, max_size=6), min_size
 @example(["'a', 'b'"], ["a", "b"])
 def test_two_lists_of_resources_have_two_names(one: list[str], other: list[str]) -> None:
     assert (name_of_all(one) == name_of_all(other)) == (one == other)
+    assert resources_of(name_of_all(one)) == tuple(one)
+
+
+@pytest.mark.parametrize("name", ["'a", "'a', 1", "'a' 'b'", "'a',('b')", "'" + "(" * 900])
+def test_the_name_of_another_program_is_one_resource(name: str) -> None:
+    assert resources_of(name) == (name,)
 
 
 def test_one_resource_alone_is_its_own_name() -> None:

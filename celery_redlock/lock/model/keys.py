@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
 
 from celery_redlock.lock.transport.command import encoded
 
@@ -128,6 +130,16 @@ def name_of_all(resources: Sequence[str]) -> str:
     # a single name that looks quoted is quoted, too, so that two lists never get the same name
     alone = len(resources) == 1 and not resources[0].startswith(("'", '"'))
     return resources[0] if alone else ", ".join(map(repr, resources))
+
+
+def resources_of(name: str) -> tuple[str, ...]:
+    """Return the resources of one name: the inverse of `name_of_all`."""
+    if name.startswith(("'", '"')):
+        with suppress(ValueError, SyntaxError, RecursionError, MemoryError):  # another program's
+            found = tuple(ast.literal_eval(f"[{name}]"))
+            if all(isinstance(one, str) for one in found) and name_of_all(found) == name:
+                return found
+    return (name,)
 
 
 def resource_of(prefix: str, key: str) -> tuple[str, int]:

@@ -244,7 +244,7 @@ def _send_broken(app: Any, broken: BrokenLock) -> None:
 def _end_claims(ctx: click.Context, made: Redlock, resource: str, yes: bool, as_json: bool) -> None:
     """End the claims on a resource; asks first."""
     sight = made.claims()
-    found = [claim for claim in sight.claims if claim.resource == resource]
+    found = [claim for claim in sight.claims if resource in claim.known_as]
     if not found:
         rest = "; ".join(failing_lines(sight.failing))
         none = f"there is no claim on {resource}" if sight.is_known else views.CLAIMS_UNKNOWN
