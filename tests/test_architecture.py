@@ -84,8 +84,8 @@ PRIVATE_NAMES_IN_TESTS: dict[str, tuple[str, str]] = {
     "contract/test_waiting_room.py": ("_limit_move_to_pool", "is Celery's, not ours"),
     "contract/test_wakeup.py": ("_ends _run", POINT),
     "integration/test_call_styles.py": (
-        "_redlock_track_started",
-        "what a task class keeps for its subclasses",
+        "_get_current_object _redlock_track_started",
+        "is Celery's; what a task class keeps for its subclasses",
     ),
     "integration/storm/queue.py": ("_put", "is kombu's, not ours"),
     "integration/test_metrics.py": ("_exporter", "sees in a script that counting is on"),
@@ -112,9 +112,9 @@ PRIVATE_NAMES_IN_TESTS: dict[str, tuple[str, str]] = {
 }
 # Lines and modules of the package, and what a walk of `tests/walks.py` passes: files, functions and
 # classes. They only fall; a feature that raises one does so in a commit of its own, and says why.
-LINES, FILES = 24508, 103
+LINES, FILES = 24700, 103
 WALKS = {
-    "a plain lock": (23, 96, 27),
+    "a plain lock": (23, 97, 27),
     "a message in a worker": (41, 158, 37),
     "a refused message until it waits": (52, 301, 58),
     "from the release to its end": (41, 213, 46),

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 from celery import Celery
-from celery.local import Proxy
 from celery.utils.functional import noop
 
 from celery_redlock.errors import SettingsError
@@ -48,7 +47,7 @@ def settings_of(app: Any) -> AppSettings:
 
 def redlock_of_given(app: Any) -> Redlock:
     """Return the `Redlock` of what a caller gives as an app; also of `celery.current_app`."""
-    app = app._get_current_object() if type(app) is Proxy else app
+    app = app._get_current_object() if hasattr(type(app), "_get_current_object") else app
     if not isinstance(app, Celery):
         raise SettingsError("Redlock.of", "app", repr(app), "must be a Celery app")
     return redlock_of(app)

@@ -52,7 +52,7 @@ def test_an_eager_send_is_refused_for_what_contradicts_its_debounce(wrong: dict[
     app = Celery("unit", broker="memory://", set_as_current=False)
     app.conf.update(task_always_eager=True, redlock_nodes=["redis://127.0.0.1:1"])
 
-    @app.task(base=LockedTask, lock_debounce=5)
+    @app.task(base=LockedTask, lock_debounce=5, shared=False)
     def index(order: int) -> None: ...
 
     with pytest.raises(SettingsError, match=f"call: {next(iter(wrong))}="):

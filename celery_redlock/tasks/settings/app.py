@@ -32,7 +32,7 @@ _WRITTEN = {
     "queues": ("queue {of!r}", "redlock_queues[{of!r}][{name!r}]"),
     "tasks": ("task {of!r}", "redlock_tasks[{of!r}][{name!r}]"),
     "task": ("task {of!r}", "lock_{name}"),
-    "call": ("call", "lock[{name!r}]"),
+    "call": ("call", "lock={{{name!r}: ...}}"),
 }
 
 
