@@ -38,7 +38,7 @@ from celery_redlock.tasks.settings.options import BUILT_IN, TaskLockOptions
 from celery_redlock.tasks.unique import rounds
 from celery_redlock.tasks.unique.claim import MOST_WAIT, SENDING_TTL, Claim, ClaimToken
 from celery_redlock.tasks.unique.rounds import EarlierSend
-from celery_redlock.tasks.unique.send import add_to_header
+from celery_redlock.tasks.unique.send import add_to_header, unique_name
 from celery_redlock.testing import EmbeddedNode
 from tests.conftest import NODE_TIMEOUT, PATIENCE, Nodes, eventually, paused, settle
 from tests.contract.conftest import MAJORITY, REDIS_SERVER, at_once, quorum_of
@@ -682,7 +682,8 @@ class TestFaults:
         sender = make_sender(nodes, 0.3)
         settle(sender.redlock)
         with paused(*nodes[1:]), pytest.raises(QuorumUnreachable) as caught:
-            sender.send(on_unreachable="fail")
+            sender.send(name=unique_name("shop.settle", ("a", "b")), on_unreachable="fail")
+        assert caught.value.resource == "a, b"
         silent = [f"127.0.0.1:{node.port}: no answer in time" for node in nodes[1:]]
         assert caught.value.causes == silent
         assert caught.value.waited >= 0.3

@@ -21,7 +21,7 @@ from celery.app.task import Context
 from celery_redlock.errors import QuorumUnreachable
 from celery_redlock.label import RunId
 from celery_redlock.lock.engine.session import Session
-from celery_redlock.lock.model.keys import SENDING, SENT, completion_key
+from celery_redlock.lock.model.keys import SENDING, SENT, completion_key, resources_of
 from celery_redlock.lock.platform.threads import uninterruptible
 from celery_redlock.lock.transport.command import IGNORE_REPLY, Command, encode_command
 from celery_redlock.lock.validation import LONGEST
@@ -158,7 +158,8 @@ class Claim:
             return False
         self.give_up()
         if first.voted < session.nodes.quorum:
-            waited, resource = session.clock.now() - since, self.name.partition(":")[2]
+            resource = ", ".join(resources_of(self.name.partition(":")[2]))
+            waited = session.clock.now() - since
             raise QuorumUnreachable(resource, first.causes(), session.nodes.quorum, waited)
         return earlier is not None or any(not one.is_sent for one in first.earlier.values())
 
