@@ -10,6 +10,7 @@ import select
 import struct
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import hiredis
@@ -127,10 +128,9 @@ class Pipeline:
         """Close once each call is answered or late: a pooler cancels what is still running."""
         until = CLOCK.now() + self._timeout
         try:
-            while self._outstanding and self.exchange(until):
-                pass
-        except OSError:
-            pass
+            with suppress(OSError):  # the connection is at its end already
+                while self._outstanding and self.exchange(until):
+                    pass
         finally:
             self.close()
 

@@ -48,5 +48,8 @@ MUTANTS = (
            "beat:LockedScheduler.close", f"{TESTS}::clean_end",
            "                inner.close()\n",
            "                self._lock.release()\n                inner.close()\n"),
+    Mutant("a beat publishes what it prepared before it lost its lock",
+           "beat:WrappedScheduler.producer", f"{TESTS}::message_was_prepared",
+           "            self.check_held()\n", ""),
 )
 # fmt: on

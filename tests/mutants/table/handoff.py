@@ -132,5 +132,8 @@ MUTANTS = (
     Mutant("a thread that registers while another one's removal is on its way is not named",
            "lock.engine.inbox:Inbox._unregister", "contract/test_hand_off.py::as_another_one_ends",
            "self._registered.pop(resource, None)  # last", "pass  # last"),
+    Mutant("a wait that ends as another thread registers it stays on the nodes",
+           "lock.engine.inbox:Inbox._undo_if_left", "contract/test_hand_off.py::ends_as_another",
+           "if self._line.since(resource) is None:", "if False:"),
 )
 # fmt: on

@@ -44,5 +44,8 @@ MUTANTS = (
            "tasks.execution.deferral:countdown_of", "unit/test_contention.py::next_start",
            "return min(cap, max(ends, countdown)) if refusal.rate else min(countdown, ends)",
            "return min(countdown, ends)"),
+    Mutant("a timer of gevent kills the greenlet that it runs in",
+           "tasks.waiting.loop:EventLoop.cancel", "integration/test_rate.py::is_due",
+           "if entry is not None and not _has_begun(entry):", "if entry is not None:"),
 )
 # fmt: on
