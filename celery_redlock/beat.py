@@ -121,11 +121,13 @@ class LockedScheduler(Scheduler):
     ) -> None:
         super().__init__(app, max_interval=max_interval, **options)
         wrapped, self._lock = _scheduler_class(app), _lock_of(app)
-        self._wrapped, self._clock = wrapped, redlock_of(app).session.clock
+        self._wrapped, self._redlock = wrapped, redlock_of(app)
+        self._clock = self._redlock.session.clock
         self._failed_at, self._has_told_of_holder = -math.inf, False
         self._inner: Any = None  # while this beat has the lock
-        made = type(wrapped.__name__, (WrappedScheduler, wrapped), {"beat_lock": self._lock})
-        self._maker = Service(app, max_interval, schedule_filename, made)
+        held = {"beat_lock": self._lock}
+        self._made: Any = type(wrapped.__name__, (WrappedScheduler, wrapped), held)
+        self._maker = Service(app, max_interval, schedule_filename, self._made)
         self.max_interval = min(self.max_interval, self._lock.ttl / 3)
         if issubclass(wrapped, PersistentScheduler) and not options.get("lazy"):
             logger.warning(
@@ -175,6 +177,10 @@ class LockedScheduler(Scheduler):
     def _stand_by(self) -> float:
         """Wait for the lock in this thread, which owns it then; make the wrapped scheduler."""
         self._step_down()
+        redlock = redlock_of(self.app)
+        if redlock is not self._redlock:  # a user's code has closed the one before
+            self._redlock, self._lock = redlock, _lock_of(self.app)
+            self._made.beat_lock = self._lock
         try:
             self._lock.acquire(self.max_interval)
         except NotAcquired as failure:

@@ -36,5 +36,6 @@ class LockedDjangoTask(LockedTask, DjangoTask):
 
         A wrong option raises SettingsError here, before the commit.
         """
-        self._check_send(args, kwargs, options)
+        if not more:  # such a send is not deduplicated
+            self._check_send(args, kwargs, options)
         super().apply_async_on_commit(args, kwargs, *more, **options)

@@ -127,7 +127,8 @@ def left_open(app: Any) -> tuple[Lint, ...]:
     if late and visibility is not None:
         hint = (
             f"{_listed(late)}: after a worker is killed, the broker delivers its messages again "
-            f"only after {visibility:g} s: lower it, if no task without a lock runs for longer"
+            f"only after {visibility:g} s: lower it, unless a body without a lock or a countdown "
+            "takes longer"
         )
         setting = "app: broker_transport_options: visibility_timeout"
         found.append(Lint(ADVICE, setting, f"{visibility:g}", hint))

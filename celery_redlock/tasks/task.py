@@ -208,18 +208,20 @@ class LockedTask(Task):
     ) -> tuple[tuple[str, ...], TaskLockOptions] | None:
         """Return resources and options of a send that is to be deduplicated, else None."""
         found = self._unique_options(config, args, kwargs, options)
-        # an eager send is not: its run has ended when it returns
-        if found is None or self.app.conf.task_always_eager:
+        if found is None:
             return None
         queue, lock_options = found
-        call = TaskCall(self, args or (), kwargs or {}, queue)
-        resources = config.resources(lock_options, call)
-        return (resources, lock_options) if resources else None
+        resources = config.resources(lock_options, TaskCall(self, args or (), kwargs or {}, queue))
+        if not resources:
+            return None
+        check_debounced(self.app, self.name, options, lock_options.debounce)
+        # an eager send is not: its run has ended when it returns
+        return None if self.app.conf.task_always_eager else (resources, lock_options)
 
     def _unique_options(
         self, config: TaskLockConfig, args: Any, kwargs: Any, options: Mapping[str, Any]
     ) -> tuple[str, TaskLockOptions] | None:
-        """Return queue and options of a send that is to be deduplicated; raises SettingsError."""
+        """Return queue and options of a send that is to be deduplicated if it has a key."""
         call_options = _call_options(options.get("lock", {}))
         may_be_unique = config.may_be_unique or any(map(call_options.get, UNIQUE_BY))
         if not may_be_unique or is_awaited(options):
@@ -229,15 +231,16 @@ class LockedTask(Task):
             celerys = {name: options[name] for name in options if name != "lock"}
             queue = queue_of_send(self, args, kwargs, celerys)
         lock_options = config.options_for(queue, call_options)
-        check_debounced(self.app, self.name, options, lock_options.debounce)
         return (queue, lock_options) if lock_options.is_unique else None
 
     def _check_send(self, args: Any, kwargs: Any, options: Mapping[str, Any]) -> None:
         """Raise SettingsError for options with which `apply_async` would raise it."""
+        config = config_of(self)
         check_outside(options)
-        if "lock" in options:
-            self.lock_options(lock=options["lock"])
-        self._unique_options(config_of(self), args, kwargs, options)
+        config.check_call(_call_options(options.get("lock", {})))
+        _, unique = self._unique_options(config, args, kwargs, options) or ("", None)
+        if unique is not None and unique.key is not False and not callable(unique.key):
+            check_debounced(self.app, self.name, options, unique.debounce)
 
     def apply(self, args: Any = None, kwargs: Any = None, *more: Any, **options: Any) -> Any:
         """Run the task in this process under its lock; `lock={...}` as in `apply_async`."""

@@ -185,6 +185,16 @@ def test_a_run_that_lost_its_lock_as_its_message_was_prepared_is_not_sent(
     assert (sent, len(beat.recorder.made)) == (["note"], 2)
 
 
+def test_a_beat_whose_redlock_was_closed_by_a_users_code_leads_again(
+    beat: Beat, app: Celery, sent: list[str]
+) -> None:
+    beat.lead()
+    with Redlock.of(app):
+        pass  # nothing renews the lock of this beat from now on
+    eventually(lambda: beat.scheduler.tick() is not None and len(beat.recorder.made) == 2)
+    assert sent == ["note"]
+
+
 def test_a_loser_saves_nothing_and_closes_its_store(
     beat: Beat, redlock: Redlock, sent: list[str]
 ) -> None:

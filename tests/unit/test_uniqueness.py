@@ -57,3 +57,16 @@ def test_an_eager_send_is_refused_for_what_contradicts_its_debounce(wrong: dict[
 
     with pytest.raises(SettingsError, match=f"call: {next(iter(wrong))}="):
         index.apply_async((1,), **wrong)
+
+
+@pytest.mark.parametrize("key", [False, lambda task, args, kwargs: None])
+def test_a_send_without_a_key_is_not_debounced_and_takes_any_countdown(key: Any) -> None:
+    app = Celery("unit", broker="memory://", set_as_current=False)
+    app.conf.update(task_always_eager=True, redlock_nodes=["redis://127.0.0.1:1"])
+    app.conf.redlock_debounce = 60
+
+    @app.task(base=LockedTask, lock_key=key, shared=False)
+    def index(order: int) -> int:
+        return order
+
+    assert index.apply_async((1,), countdown=5).get() == 1

@@ -117,6 +117,7 @@ class Inbox:
         self._registered.pop(resource, None)  # last: an exception may cut this off before
         if self._line.since(resource) is not None:  # another thread has begun to wait meanwhile
             self.changed(resource)
+            self._line.on_listening()  # a release may have named nobody in between
 
     def _undo_if_left(self, resource: str) -> None:
         """Unregister if another thread ended the last wait as this one registered."""

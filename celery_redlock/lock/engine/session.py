@@ -25,7 +25,7 @@ from celery_redlock.lock.transport.address import Address
 from celery_redlock.lock.transport.connection import connect_budget
 
 EXCHANGED_EVERY = 1 / 3  # of a grace period: how often nodes get the tenures of other nodes
-RECONNECT_IDLE = 2.0  # seconds after which a process without a lock tries its missing nodes again
+RECONNECT_IDLE = 1.0  # seconds, doubled each time, until an idle process tries lost nodes again
 IDLE = 30.0  # seconds after which an unused connection is checked by a PING
 
 
@@ -59,6 +59,7 @@ class Session(Core):
         self.callers = Callers(self)
         self._flows = self.platform.new_local(Flow)
         self._is_ending = self.is_closed = False
+        self._rest = RECONNECT_IDLE
 
     @property
     def is_used(self) -> bool:
@@ -145,4 +146,5 @@ class Session(Core):
                 return now + timeout
             self.close()
             return math.inf
-        return min(again, now + (RECONNECT_IDLE if gone else idle))
+        self._rest = min(IDLE, 2 * self._rest) if gone else RECONNECT_IDLE
+        return min(again, now + (self._rest if gone else idle))

@@ -135,7 +135,7 @@ def name_of_all(resources: Sequence[str]) -> str:
 def resources_of(name: str) -> tuple[str, ...]:
     """Return the resources of one name: the inverse of `name_of_all`."""
     if name.startswith(("'", '"')):
-        with suppress(ValueError, SyntaxError, RecursionError, MemoryError):  # another program's
+        with suppress(ValueError, TypeError, SyntaxError, RecursionError, MemoryError):  # others'
             found = tuple(ast.literal_eval(f"[{name}]"))
             if all(isinstance(one, str) for one in found) and name_of_all(found) == name:
                 return found

@@ -242,7 +242,8 @@ def address_of(url: str) -> PostgresAddress:
             if name not in (names := [*known, "ssl", *LISTENS]):
                 raise LookupError(unknown_option(name, names, "libpq"))
     for name, one in given:
-        if name in LISTENS and not (one and (name == "listen_host" or _PORT.fullmatch(one))):
+        is_right = name == "listen_host" or all(map(_PORT.fullmatch, one.split(",")))
+        if name in LISTENS and not (one and is_right):
             raise LookupError(f"its query names {name!r} without a right value")
     listens = {name.removeprefix("listen_"): one for name, one in given if name in LISTENS}
     rest = urlencode([(name, one) for name, one in given if name not in LISTENS])

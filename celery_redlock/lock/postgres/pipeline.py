@@ -128,7 +128,7 @@ class Pipeline:
         """Close once each call is answered or late: a pooler cancels what is still running."""
         until = CLOCK.now() + self._timeout
         try:
-            with suppress(OSError):  # the connection is at its end already
+            with suppress(OSError, ValueError):  # the connection is at its end already
                 while self._outstanding and self.exchange(until):
                     pass
         finally:

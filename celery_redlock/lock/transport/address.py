@@ -313,7 +313,7 @@ def parse_address(node: Any, level: str, name: str) -> Address:
             hint = _wrong_query(node.partition("?")[2])
             if not hint:
                 return _sentinel_address(node)
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, NameError, redis.RedisError):
             # the text of redis-py's error shows parts of the URL, so maybe of a password
             hint = (
                 "is not a URL of a node; in user and password, write special characters with a "

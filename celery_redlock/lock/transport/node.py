@@ -24,9 +24,9 @@ from celery_redlock.lock.transport.connection import Connection, GarbledError, P
 LONGEST_RECONNECT = 1.0  # seconds between two tries to reach a node
 RECONNECT = ExponentialBackoff(cap=LONGEST_RECONNECT, base=0.05)
 BUSY = "another thread was at its connection for too long"
+# causes that are no failure of the node
 STALE = "idle for too long: another server may have answered meanwhile"
 ENDED_IDLE = "closed by the server while no command waited"
-IDLE = STALE, ENDED_IDLE  # causes that are no failure of the node
 LONGEST_CAUSE = 500  # characters of an error that are kept
 LINGER = 30.0  # seconds that the connecting thread waits for its next use
 
@@ -234,7 +234,9 @@ class Node:
         # match it with the next command, or a thread at the socket would read another file.
         # Reported first: after an exception it is reported twice, but no command is lost.
         self._mailbox.put(Report(self.index, connection.in_flight, error, connection))
-        self.connection, self.error, self._retry_at = None, error, 0.0
+        # a server that ends each new connection would be connected to without a rest
+        rest_until = connection.opened_at + LONGEST_RECONNECT if cause == ENDED_IDLE else 0.0
+        self.connection, self.error, self._retry_at = None, error, rest_until
 
     def _close(self) -> None:
         connection = self.connection

@@ -32,7 +32,15 @@ from celery_redlock.lock.transport.command import (
     UnexpectedReplyError,
 )
 from celery_redlock.lock.transport.connection import Connection, connect_budget
-from celery_redlock.lock.transport.node import IDLE, LONGEST_RECONNECT, Gate, Mailbox, Node, Report
+from celery_redlock.lock.transport.node import (
+    ENDED_IDLE,
+    LONGEST_RECONNECT,
+    STALE,
+    Gate,
+    Mailbox,
+    Node,
+    Report,
+)
 from celery_redlock.lock.transport.poller import LONGEST_DOZE, PollerPool
 
 T = TypeVar("T")
@@ -355,7 +363,7 @@ class Nodes:
                 connection.close(reset=True)
                 self.pollers.rearm()  # another file may get its descriptor number now
             # an idle connection has not failed: a connect follows, and may report more
-            if error.cause in IDLE:
+            if error.cause == STALE or (error.cause == ENDED_IDLE and not entries):
                 self.all[index].connect()
             elif not self._closed:
                 was_down = index in self._down

@@ -135,7 +135,7 @@ def _holder_of(lock: LockReport) -> str:
 
 def _late(lock: LockReport) -> str:
     """Return since when a lock was not renewed, and what that may mean; "" if it is not late."""
-    if not lock.is_late:
+    if not (lock.held and lock.is_late):
         return ""
     since, left = format_duration(lock.since_renewal or 0.0), format_duration(lock.valid_for)
     who = "worker" if lock.holder.worker else "process"

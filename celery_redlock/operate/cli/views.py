@@ -7,6 +7,7 @@ The queries to the nodes are in `lock/`; the workers are asked here. Not here: t
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -200,7 +201,8 @@ def whole_id(name: str, known: Collection[str]) -> str:
     """Return the one known task id that begins with a name, or else the name."""
     start = name.removesuffix("...")  # as tables show it
     found = sorted({one for one in known if one.startswith(start)})
-    if len(start) < SHORT_ID or name in found or not found:
+    is_start = re.fullmatch("[0-9a-f-]+", start) and len(start) >= SHORT_ID  # else a resource
+    if not is_start or name in found or not found:
         return name
     if len(found) > 1:
         raise command_error(f"{name} begins several task ids: {', '.join(found)}")

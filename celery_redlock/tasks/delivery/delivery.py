@@ -37,9 +37,9 @@ P = TypeVar("P")
 def hop_of(left: float, longest: float) -> float:
     """Return the next countdown of a message that waits for `left` s and goes in hops of `longest`.
 
-    The last hop is never so short that what `CLOCKS_DIFFER` allows would let the run start early.
+    Too little is never left for the last hop: within `CLOCKS_DIFFER` a run would start early.
     """
-    return left / 2 if longest < left <= longest + CLOCKS_DIFFER else min(left, longest)
+    return left / 2 if longest < left <= longest + 3 * CLOCKS_DIFFER else min(left, longest)
 
 
 @dataclass(frozen=True)

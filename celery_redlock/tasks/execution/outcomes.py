@@ -229,7 +229,8 @@ def wait_for_first_delivery(delivery: Delivery, refusal: Exception) -> NoReturn:
     extra = delivery.log_extra("redelivery_waits", countdown=countdown)
     logger.info("%s %s; it checks again in %.2f s", delivery, why, countdown, extra=extra)
     wait = Deferral(at=time_of_nodes(app), countdown=countdown)
-    if isinstance(refusal, QuorumUnreachable):  # so the waiting room dispatches it at the next one
+    # so the waiting room dispatches it at the next one; a cancelled one would be at once
+    if isinstance(refusal, QuorumUnreachable) and delivery.cancelled is None:
         of, why = refusal.resource, describe_refusal(refusal)
         wait = replace(wait, resource=of, resources=(of,), is_taken=False, why=why)
     header = delivery.header.waiting_for_first_delivery(delivery.request, wait)
