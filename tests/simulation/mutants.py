@@ -244,7 +244,7 @@ def resend_stale() -> Iterator[None]:
         yield
 
 
-@mutant("truth", steps="a_late_release")
+@mutant("one_holder", "truth", steps="a_late_release")
 def reuse_token() -> Iterator[None]:
     """Each round of one process takes the same token, and so the same value."""
 
