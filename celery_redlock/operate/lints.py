@@ -127,8 +127,7 @@ def left_open(app: Any) -> tuple[Lint, ...]:
     if late and visibility is not None:
         hint = (
             f"{_listed(late)}: after a worker is killed, the broker delivers its messages again "
-            f"only after {visibility:g} s: lower it, unless a body without a lock or a countdown "
-            "takes longer"
+            f"after {visibility:g} s: lower it, unless a body without a lock or an eta is longer"
         )
         setting = "app: broker_transport_options: visibility_timeout"
         found.append(Lint(ADVICE, setting, f"{visibility:g}", hint))

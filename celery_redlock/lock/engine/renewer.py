@@ -61,8 +61,8 @@ class Renewer:
         if native and any(sent - one.renew_at > LATE for one in renewed):
             core.nodes.wait_keeping_gil(group)
         core.nodes.wait(group, sent + core.nodes.timeout, native=native)
-        failed = [(owners, round_, round_.unconfirmed) for owners, round_ in rounds]
-        unconfirmed = {owners[i] for owners, _, numbers in failed for i in numbers}
+        results = [(owners, round_, round_.unconfirmed) for owners, round_ in rounds]
+        unconfirmed = {owners[i] for owners, _, numbers in results for i in numbers}
         now = self._clock.now()
         for one in renewed:
             if one in unconfirmed:
@@ -70,7 +70,7 @@ class Renewer:
             else:
                 one.renewal_reached(sent)
         core.events.extended(one for one in renewed if one not in unconfirmed)
-        causes = (round_.causes(core.nodes.all) for _, round_, numbers in failed if numbers)
+        causes = (round_.causes(core.nodes.all) for _, round_, numbers in results if numbers)
         return list(dict.fromkeys(chain.from_iterable(causes)))
 
     def _on_missing(self, owners: Sequence[Acquisition], number: int) -> None:
