@@ -316,7 +316,9 @@ class TestClaims:
     def test_one_of_several_resources_is_found_by_each_name_of_it(
         self, app: Celery, name: str
     ) -> None:
-        @app.task(base=LockedTask, lock_key=["acc:{x}", "acc:{y}"], lock_unique_for=600.0)
+        keys = ["acc:{x}", "acc:{y}"]
+
+        @app.task(base=LockedTask, lock_key=keys, lock_unique_for=600.0, shared=False)
         def move(x: int, y: int) -> None: ...
 
         redlock = Redlock.of(app)
