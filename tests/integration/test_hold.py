@@ -121,7 +121,7 @@ def test_a_hold_spends_no_start_of_a_rate(stage: Stage, hold: Hold, key: str) ->
     assert stage.runs_of(key) == 0
     operator.signal(signal.SIGHUP)
     for result in results:  # two an hour
-        result.get(timeout=FREED)
+        result.get(timeout=60)
     assert operator.wait() == 0
 
 
