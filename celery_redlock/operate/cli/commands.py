@@ -126,9 +126,11 @@ def show(ctx: click.Context, name: str, as_json: bool) -> None:
     sight, everyone = made.locks(), WaitersView.ask(app)
     waiting, task, shown = everyone.for_resource(name), None, sight.of([name])
     if not (shown.locks or shown.rates or waiting.waiting or waiting.registered.processes):
-        ids = [lock.holder.task_id for lock in sight.locks]
-        ids += [row["task_id"] for row in everyone.waiting]
-        name = views.whole_id(name, [*ids, *(one.task_id for one in made.claims().claims)])
+        if views.may_begin_id(name):  # else no key of a claim is read
+            ids = [lock.holder.task_id for lock in sight.locks]
+            ids += [row["task_id"] for row in everyone.waiting]
+            ids += [one.task_id for one in made.claims().claims]
+            name = views.whole_id(name, ids)
         task = TaskView.find(app, name, sight, everyone)
     if task is not None:
         shown, waiting = sight.of(task.resources), everyone.for_task(name)

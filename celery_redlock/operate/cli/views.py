@@ -197,12 +197,16 @@ def ask_workers(app: Any, command: str) -> tuple[dict[str, Any], str]:
     return {worker: said for reply in replies or () for worker, said in reply.items()}, cause
 
 
-def whole_id(name: str, known: Collection[str]) -> str:
-    """Return the one known task id that begins with a name, or else the name."""
+def may_begin_id(name: str) -> bool:
+    """Return whether a task id may begin with a name, which is a resource otherwise."""
     start = name.removesuffix("...")  # as tables show it
-    found = sorted({one for one in known if one.startswith(start)})
-    is_start = re.fullmatch("[0-9a-f-]+", start) and len(start) >= SHORT_ID  # else a resource
-    if not is_start or name in found or not found:
+    return len(start) >= SHORT_ID and re.fullmatch("[0-9a-f-]+", start) is not None
+
+
+def whole_id(name: str, known: Collection[str]) -> str:
+    """Return the one known task id that begins with a name, which may begin one."""
+    found = sorted({one for one in known if one.startswith(name.removesuffix("..."))})
+    if name in found or not found:
         return name
     if len(found) > 1:
         raise command_error(f"{name} begins several task ids: {', '.join(found)}")
