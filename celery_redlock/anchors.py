@@ -7,24 +7,25 @@ prints the passage, and needs no web. The list on the page operations/troublesho
 from __future__ import annotations
 
 
-def _explain(code: str) -> str:
+def command_for(code: str) -> str:
+    """Return the command that prints the passage of a code."""
     return f"`celery redlock explain {code}`"
 
 
-ANY_ERROR = _explain("redlockerror")
-DOCTOR_REPORTS = _explain("doctor-reports-a-setting")
-DUPLICATE_TASK = _explain("duplicatetask")
-LOCK_LOST = _explain("locklost")
-LOCK_TAKEN = _explain("locktaken")
-NODE_EVICTS = _explain("a-node-evicts-keys")
-NODE_FAILS = _explain("a-node-gives-no-vote")
-NODE_RESTARTED = _explain("restarted-and-new-nodes")
-NOT_HELD = _explain("lock-is-not-held")
-NO_QUORUM = _explain("no-quorum")
-NO_RUN = _explain("selflock-raises")
-SETTINGS_DIFFER = _explain("two-workers-do-not-exclude-each-other")
-SETTINGS_ERROR = _explain("settingserror")
-UNEXPECTED = _explain("unexpected-errors")
+ANY_ERROR = command_for("redlockerror")
+DOCTOR_REPORTS = command_for("doctor-reports-a-setting")
+DUPLICATE_TASK = command_for("duplicatetask")
+LOCK_LOST = command_for("locklost")
+LOCK_TAKEN = command_for("locktaken")
+NODE_EVICTS = command_for("a-node-evicts-keys")
+NODE_FAILS = command_for("a-node-gives-no-vote")
+NODE_RESTARTED = command_for("restarted-and-new-nodes")
+NOT_HELD = command_for("lock-is-not-held")
+NO_QUORUM = command_for("no-quorum")
+NO_RUN = command_for("selflock-raises")
+SETTINGS_DIFFER = command_for("two-workers-do-not-exclude-each-other")
+SETTINGS_ERROR = command_for("settingserror")
+UNEXPECTED = command_for("unexpected-errors")
 
 
 def see(text: str, anchor: str) -> str:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import click
 
+from celery_redlock import anchors
 from celery_redlock.operate.cli.group import (
     Table,
     as_data,
@@ -144,7 +145,7 @@ def with_commands(text: str, known: Container[str]) -> str:
         title, code = link.groups()
         if code not in known or code in map(anchor_of, _HEADING.findall(text)):
             return link[0]
-        told = f"`celery redlock explain {code}`"
+        told = anchors.command_for(code)
         return told if anchor_of(title) == code else f"{title} ({told})"
 
     return _SECTION_LINK.sub(command, text)
