@@ -6,6 +6,7 @@ pickle and Celery's JSON result encoding.
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
 from collections.abc import Sequence
@@ -45,6 +46,12 @@ LONGEST_VALUE = 200  # characters of a wrong value that an error shows
 _ABSTAINS = re.compile(
     r"(?P<node>.+): (?P<cause>grants no lock for (?P<seconds>\d+) s more .restart guard[^)]*.)"
 )
+
+
+def closest_or_all(name: str, known: Sequence[str]) -> str:
+    """Return "did you mean ...?" for a name close to a known one, else all known names."""
+    close = difflib.get_close_matches(name[:LONGEST_VALUE], known, n=1)
+    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
 
 
 def counted(number: int, noun: str) -> str:

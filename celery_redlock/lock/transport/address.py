@@ -6,7 +6,6 @@ redis-py makes the connection (URL, TLS, ACL). Its own retries are off, for Sent
 from __future__ import annotations
 
 import contextlib
-import difflib
 import functools
 import importlib
 import inspect
@@ -27,7 +26,7 @@ from redis.connection import parse_url, to_bool
 from redis.retry import Retry
 from redis.sentinel import Sentinel
 
-from celery_redlock.errors import SettingsError
+from celery_redlock.errors import SettingsError, closest_or_all
 from celery_redlock.lock.platform.clock import Platform
 from celery_redlock.lock.transport.command import read_list, text_of
 from celery_redlock.lock.transport.connection import (
@@ -387,9 +386,8 @@ def _canonical(host: str) -> str:
 
 
 def unknown_option(name: str, known: Sequence[str], whose: str) -> str:
-    close = difflib.get_close_matches(name, known, n=1)
-    more = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
-    return f"its query names {name!r}, which is not an option of {whose}; {more}"
+    text = f"its query names {name!r}, which is not an option of {whose}"
+    return f"{text}; {closest_or_all(name, known)}"
 
 
 def _wrong_query(query: str) -> str:

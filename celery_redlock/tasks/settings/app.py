@@ -7,13 +7,12 @@ the options of a task (`options.py`), and how an app's configuration is read (`l
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from celery_redlock.errors import LONGEST_VALUE, SettingsError
+from celery_redlock.errors import SettingsError, closest_or_all
 from celery_redlock.lock.validation import check_drift, check_guard, check_prefix, check_seconds
 
 DEFAULT_TTL, DEFAULT_MAX_TTL = 30.0, 60.0  # seconds
@@ -65,9 +64,7 @@ def did_you_mean(name: object, known: Iterable[str]) -> str:
     """Return "; did you mean ...?" for a name close to a known one, else all known names."""
     if str(name).lower().endswith(TAKEN_OUT):
         return f"; {INSTEAD}"
-    known = list(known)
-    close = difflib.get_close_matches(str(name)[:LONGEST_VALUE], known, n=1)
-    return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(sorted(known))}"
+    return f"; {closest_or_all(str(name), sorted(known))}"
 
 
 class Setting(NamedTuple):
