@@ -248,9 +248,8 @@ class Redlock:
         """Return what was found; raise QuorumUnreachable if that is nothing, and may be wrong."""
         if not found and not sight.is_known:
             causes = [f"{node}: {cause}" for node, cause in sight.failing.items()]
-            raise QuorumUnreachable(
-                resource or f"every lock under {self.prefix!r}", causes, sight.needed
-            )
+            of = resource or f"every lock under {self.prefix!r}"
+            raise QuorumUnreachable(of, causes, sight.needed)
         return found
 
     def _check(self, method: str, text: object, name: str = "resource") -> None:

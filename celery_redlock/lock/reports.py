@@ -31,12 +31,11 @@ __all__ = [
 
 
 class Record:
-    """A record that has more attributes than fields: `asdict`, as the JSON, leaves them out."""
+    """A record with an attribute for each InitVar: `asdict`, as the JSON, leaves them out."""
 
-    _more: tuple[str, ...] = ()
-
-    def __post_init__(self, *more: object) -> None:
-        vars(self).update(zip(self._more, more, strict=True))  # a frozen record has no setattr
+    def __post_init__(self, *values: object) -> None:
+        names = [n for n, kind in type(self).__annotations__.items() if kind.startswith("InitVar")]
+        vars(self).update(zip(names, values, strict=True))  # a frozen record has no setattr
 
 
 @dataclass(frozen=True)
@@ -64,7 +63,6 @@ class NodeStatus:
 
 
 class _Graced(Record):
-    _more = ("grace_period",)
     grace_period: float
 
 
@@ -91,7 +89,6 @@ class NodeList(_Graced):
 class Answers(Record):
     """What lists have in common: they are of the nodes that answer."""
 
-    _more = "asked", "needed"
     failing: Mapping[str, str]
     asked: int
     needed: int
@@ -103,7 +100,6 @@ class Answers(Record):
 
 
 class _Keyed(Record):
-    _more = "key", "value"
     key: Any
     value: Any
 
@@ -144,7 +140,6 @@ class LockReport(_Keyed):
 
 
 class _Kept(Record):
-    _more = ("kept_ms",)
     kept_ms: int
 
 
@@ -214,7 +209,6 @@ class FreedRate:
 
 
 class _Decided(Record):
-    _more = ("needed",)
     needed: int
 
 
@@ -263,7 +257,6 @@ class WaitingList(Answers):
 
 
 class _Named(Record):
-    _more = "name", "token"
     name: str
     token: str
 
