@@ -18,6 +18,7 @@ import click
 from redis import RedisError
 
 from celery_redlock import anchors
+from celery_redlock.errors import counted
 from celery_redlock.label import escaped
 from celery_redlock.lock.claims import delete_claim
 from celery_redlock.lock.client import Redlock
@@ -397,8 +398,7 @@ def _summary(nodes: NodeList, lints: Sequence[Lint]) -> str:
     silent = [node for node in nodes.nodes if not node.votes]
     levels = [one.level for one in lints]
     levels += [ERROR if node.error else WARNING for node in silent]
-    counted = [(levels.count(one), one) for one in (ERROR, WARNING)]
-    counts = [f"{count} {level}{'s' * (count > 1)}" for count, level in counted if count]
+    counts = [counted(levels.count(one), one) for one in (ERROR, WARNING) if one in levels]
     if not counts:
         return "No problems found."
     waits = [not node.error and node.role == "master" for node in silent]  # a grace period

@@ -199,8 +199,7 @@ def ask_workers(app: Any, command: str) -> tuple[dict[str, Any], str]:
 
 def may_begin_id(name: str) -> bool:
     """Return whether a task id may begin with a name, which is a resource otherwise."""
-    start = name.removesuffix("...")  # as tables show it
-    return len(start) >= SHORT_ID and re.fullmatch("[0-9a-f-]+", start) is not None
+    return re.fullmatch(f"[0-9a-f-]{{{SHORT_ID},}}(?:[.]{{3}})?", name) is not None  # as in a table
 
 
 def whole_id(name: str, known: Collection[str]) -> str:
