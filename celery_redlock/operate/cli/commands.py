@@ -137,14 +137,13 @@ def show(ctx: click.Context, name: str, as_json: bool) -> None:
         shown, waiting = sight.of(task.resources), everyone.for_task(name)
     locks, failing = shown.locks, sight.failing
     is_found = locks or shown.rates or waiting.waiting or waiting.registered.processes
-    parts: list[str | Table] = [*views.lock_tables(shown)]
-    parts = parts[not locks :]  # without the table of no locks
+    tables = views.lock_tables(shown)[not locks :]  # without the table of no locks
     if task is not None:
-        parts.insert(0, task.table())
+        parts: list[str | Table] = [task.table(), *tables]
     elif is_found or not sight.is_known:
         none = f"No lock is held on {name}." if sight.is_known else views.LOCKS_UNKNOWN
         votes = [views.vote_table(sight, locks)] if locks else []
-        parts = [*([] if locks else [none]), *parts, *votes, *waiting.tables(name)]
+        parts = [*([] if locks else [none]), *tables, *votes, *waiting.tables(name)]
     else:
         parts = [*nothing_found(app, name, everyone.is_known)]
     if task is None:
