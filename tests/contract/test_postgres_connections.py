@@ -241,10 +241,9 @@ class TestMessages:
         eventually(lambda: waiter.session.callers.count)
         return free
 
-    def test_waiters_behind_a_pooler_look_by_themselves_and_one_line_says_so(
-        self, pool_of: Pooler, pool: ThreadPoolExecutor, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        with over(pool_of.url) as holder, over(pool_of.url) as waiter:
+    def unheard(self, url: str, pool: ThreadPoolExecutor, caplog: pytest.LogCaptureFixture) -> str:
+        """See waiters look by themselves; return the one WARNING that says why."""
+        with over(url) as holder, over(url) as waiter:
             for _ in range(4):
                 free = self.free_after(holder, waiter, pool)
                 eventually(lambda: told(caplog))
@@ -252,8 +251,14 @@ class TestMessages:
             assert not hearing(waiter)
         [line] = told(caplog)
         assert line.levelno == logging.WARNING
-        assert "name listen_host and listen_port" in line.getMessage()
-        assert f"127.0.0.1:{pool_of.port}" in line.getMessage()
+        return line.getMessage()
+
+    def test_waiters_behind_a_pooler_look_by_themselves_and_one_line_says_so(
+        self, pool_of: Pooler, pool: ThreadPoolExecutor, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        line = self.unheard(pool_of.url, pool, caplog)
+        assert "name listen_host and listen_port" in line
+        assert f"127.0.0.1:{pool_of.port}" in line
 
     def test_no_session_behind_a_pooler_keeps_what_a_subscription_leaves(
         self, node: PostgresNode, pool_of: Pooler, pool: ThreadPoolExecutor
@@ -285,15 +290,7 @@ class TestMessages:
             with closing(claim_port()) as claim:
                 wrong, cause = claim.getsockname()[1], "Connection refused"
         url = f"{pool_of.url}?listen_host=127.0.0.1&listen_port={wrong}"
-        with over(url) as holder, over(url) as waiter:
-            for _ in range(2):
-                free = self.free_after(holder, waiter, pool)
-                eventually(lambda: told(caplog))
-                assert free() < LOOKS
-            assert not hearing(waiter)
-        [line] = told(caplog)
-        assert line.levelno == logging.WARNING
-        assert cause in line.getMessage()
+        assert cause in self.unheard(url, pool, caplog)
 
     def test_a_terminated_listener_is_replaced(
         self, node: PostgresNode, pool: ThreadPoolExecutor

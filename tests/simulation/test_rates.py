@@ -104,6 +104,17 @@ def test_a_start_that_is_given_back_is_for_the_one_that_waits() -> None:
     assert starts_on(stage) == [1, 1, 1]
 
 
+def free_after(late: float, stage: Stage, a: Actor, b: Actor) -> None:
+    """See that the start of a body that began late is free a period after the body began."""
+    a.releases()
+    stage.at(NEXT)
+    b.tries(rate=ONE)
+    assert isinstance(b.error, LockTaken)
+    stage.at(late + NEXT)
+    b.tries(rate=ONE)
+    assert b.holds
+
+
 def test_a_body_that_begins_late_begins_a_period_after_the_one_before() -> None:
     stage = Stage(ttl=TTL)
     a, b = stage.actor("A"), stage.actor("B")
@@ -111,13 +122,7 @@ def test_a_body_that_begins_late_begins_a_period_after_the_one_before() -> None:
     stage.at(20)
     a.begins()
     assert a.error is None
-    a.releases()
-    stage.at(NEXT)
-    b.tries(rate=ONE)
-    assert isinstance(b.error, LockTaken)
-    stage.at(20 + NEXT)
-    b.tries(rate=ONE)
-    assert b.holds
+    free_after(20, stage, a, b)
 
 
 def test_who_hears_of_an_acquire_does_not_put_off_the_body_of_its_start() -> None:
@@ -133,13 +138,7 @@ def test_who_hears_of_an_acquire_does_not_put_off_the_body_of_its_start() -> Non
         a.tries(rate=ONE)
         stage.at(21)
     assert a.holds
-    a.releases()
-    stage.at(NEXT)
-    b.tries(rate=ONE)
-    assert isinstance(b.error, LockTaken)
-    stage.at(20 + NEXT)
-    b.tries(rate=ONE)
-    assert b.holds
+    free_after(20, stage, a, b)
 
 
 def test_a_start_that_is_asked_for_again_may_be_another_ones_by_then() -> None:
