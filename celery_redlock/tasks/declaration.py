@@ -8,19 +8,22 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 from celery_redlock.errors import SettingsError
 from celery_redlock.tasks.per_app import settings_of
+from celery_redlock.tasks.settings.options import OPTION
 from celery_redlock.tasks.settings.task_config import (
     TaskLockConfig,
     compile_adopted_config,
     compile_config,
 )
 
+_ALMOST_LOCK = re.compile("(?:red)?lock_?", re.IGNORECASE)  # before the name of an option
 ENTRY = "_redlock_entry"  # the name on a class under which its entry of redlock_tasks stands
 
 Body = Callable[..., Any]
@@ -59,7 +62,22 @@ def config_of(task: Any) -> TaskLockConfig:
     return config
 
 
+def _refuse_misspelt(task: Any) -> None:
+    """Raise SettingsError for an attribute whose name is almost that of an option."""
+    for written, value in vars(type(task)).items():
+        prefix = _ALMOST_LOCK.match(written)
+        option = written[prefix.end() :].lower() if prefix else ""
+        if written == "lock" and isinstance(value, Mapping) and ENTRY not in vars(type(task)):
+            hint = f"is for a call; at a task write {', '.join(f'lock_{one}=' for one in value)}"
+        elif option in OPTION and written != f"lock_{option}":
+            hint = f"is not an option: did you mean lock_{option}?"
+        else:
+            continue
+        raise SettingsError(f"task {task.name!r}", written, repr(value), hint)
+
+
 def _compile(task: Any) -> TaskLockConfig:
+    _refuse_misspelt(task)
     settings = settings_of(task.app)
     # looked up on the class: the wrapper of autoretry on the instance may hide them
     wrappers = (inspect.getattr_static(type(task), name) for name in ("run", "__call__"))

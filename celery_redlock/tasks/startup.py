@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 import logging
 import math
-import re
 import types
 from collections.abc import Mapping
 from contextlib import suppress
@@ -42,7 +41,6 @@ from celery_redlock_entry import lock_names
 
 logger = logging.getLogger(__name__)
 
-_ALMOST_LOCK = re.compile("(?:red)?lock_?", re.IGNORECASE)  # before the name of an option
 # options of celery-once and celery-singleton that change what counts as the same call
 OF_OTHERS = {
     "once": "set lock_args to its keys, and lock_unique_for to its timeout",
@@ -150,7 +148,6 @@ class AdoptingRegistry(TaskRegistry):
     def check(self, name: str, task: Any) -> None:
         """Raise SettingsError if a task has options of a lock and takes none, or has them twice."""
         if isinstance(task, LockedTask):
-            _refuse_misspelt(task)
             if self.pattern_for(name) == name and ENTRY not in type(task).__dict__:
                 hint = (
                     f"{name} is a LockedTask already: set lock_* on it, or from outside by "
@@ -170,20 +167,6 @@ class AdoptingRegistry(TaskRegistry):
             hint = "has no effect without base=LockedTask: the task would run without a lock"
             option = written.removeprefix("lock_")
             raise OptionSource.at("task", option, name).wrong(value, hint)
-
-
-def _refuse_misspelt(task: LockedTask) -> None:
-    """Raise SettingsError for an attribute whose name is almost that of an option."""
-    for written, value in vars(type(task)).items():
-        prefix = _ALMOST_LOCK.match(written)
-        option = written[prefix.end() :].lower() if prefix else ""
-        if written == "lock" and isinstance(value, Mapping) and ENTRY not in vars(type(task)):
-            hint = f"is for a call; at a task write {', '.join(f'lock_{one}=' for one in value)}"
-        elif option in OPTION and written != f"lock_{option}":
-            hint = f"is not an option: did you mean lock_{option}?"
-        else:
-            continue
-        raise SettingsError(f"task {task.name!r}", written, repr(value), hint)
 
 
 def adopt_task(task: Any, pattern: str) -> None:

@@ -114,6 +114,15 @@ class TestWhatIsWrong:
             app.finalize()
         assert words in str(refused.value if refused else "")
 
+    def test_a_call_alone_refuses_such_a_name_too(self) -> None:
+        """A test that calls `apply` finalizes no app."""
+        app = Celery("shop", broker="memory://", set_as_default=False)
+        app.conf.update(redlock_nodes=NODES)
+        task = app.task(base=LockedTask, shared=False, name="shop.t", lockkey="a")(take)
+        for call in (task.delay, lambda sku: task.apply((sku,)).get()):
+            with pytest.raises(SettingsError, match=r"lockkey='a': .*did you mean lock_key\?"):
+                call("sku-7")
+
     def test_an_unknown_argument_is_named_with_a_proposal_of_arguments(self) -> None:
         app = Celery("shop", broker="memory://", set_as_default=False)
         app.conf.update(redlock_nodes=NODES)
