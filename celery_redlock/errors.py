@@ -48,10 +48,11 @@ _ABSTAINS = re.compile(
 )
 
 
-def closest_or_all(name: str, known: Sequence[str]) -> str:
+def closest_or_all(name: str, known: Sequence[str], otherwise: str = "") -> str:
     """Return "did you mean ...?" for a name close to a known one, else all known names."""
     close = difflib.get_close_matches(name[:LONGEST_VALUE], known, n=1)
-    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
+    otherwise = otherwise or f"known: {', '.join(known)}"
+    return f"did you mean {close[0]!r}?" if close else otherwise
 
 
 def counted(number: int, noun: str) -> str:
@@ -243,7 +244,8 @@ def describe_taken(refusal: LockTaken) -> str:
         return f"held by {refusal.limit} holders, its limit"
     late = refusal.unrenewed_for
     not_renewed = "" if late is None else f", not renewed for {late:.0f} s"
-    return f"held by {str(Holder.of(refusal.holder)) or 'an unnamed holder'}{not_renewed}"
+    holder = str(Holder.of(refusal.holder))  # "" if a task that waits is before this one
+    return f"held by {holder}{not_renewed}" if holder else "taken"
 
 
 class QuorumUnreachable(NotAcquired):

@@ -70,6 +70,10 @@ class TestEveryError:
         json.dumps(error.args)
 
 
+def test_a_refusal_by_a_task_that_waits_names_no_holder() -> None:
+    assert str(LockTaken("stock:7", "", None)).startswith("'stock:7' is taken; ")
+
+
 @pytest.mark.parametrize("error", [e for e in ERRORS if hasattr(e, "resource")])
 def test_an_error_of_a_lock_names_the_resource(error: NotAcquired) -> None:
     assert "stock:7" in str(error)

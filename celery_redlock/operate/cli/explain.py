@@ -18,6 +18,7 @@ from pathlib import Path
 import click
 
 from celery_redlock import anchors
+from celery_redlock.errors import closest_or_all
 from celery_redlock.operate.cli.group import (
     Table,
     as_data,
@@ -27,7 +28,6 @@ from celery_redlock.operate.cli.group import (
     print_result,
     redlock,
 )
-from celery_redlock.tasks.settings.app import did_you_mean
 
 PACKAGE = Path(__file__).parents[2]
 LIST_OF_PASSAGES, LOG_LINES = "operations/troubleshooting.md", "reference/log-messages.md"
@@ -101,8 +101,8 @@ def find_passage(code: str, known: dict[str, Passage]) -> Passage:
     if len(matching) > 1:
         raise command_error(f"{code} matches several: {', '.join(one.code for one in matching)}")
     if not matching:
-        told = "is not a code, and no passage has its words"
-        raise command_error(f"{code} {told}{did_you_mean(wanted, known)}")
+        hint = closest_or_all(wanted, list(known), "`celery redlock explain` lists the codes")
+        raise command_error(f"{code} is not a code, and no passage has its words; {hint}")
     return matching[0]
 
 
