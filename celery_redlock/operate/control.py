@@ -40,13 +40,13 @@ def redlock_held(state: Any) -> list[dict[str, Any]]:
 
 
 def _reason_of(deferral: Deferral) -> str:
-    """Return for people what refused a message, of all that it needs."""
+    """Return for people what refused a message at its last try, of all that it needs."""
     if not deferral.is_taken:
         return deferral.why
     if deferral.rate:
         return f"rate of {deferral.resource}: {deferral.rate}"
     one_of_several = f" of {deferral.resource}" if len(deferral.resources) > 1 else ""
-    return f"the lock{one_of_several} is taken"
+    return f"the lock{one_of_several} was taken"
 
 
 def redlock_waiting(state: Any) -> list[dict[str, Any]]:

@@ -11,7 +11,6 @@ import getpass
 import json
 import socket
 from collections.abc import Iterator, Sequence
-from fnmatch import fnmatchcase
 from typing import Any
 
 import click
@@ -57,7 +56,9 @@ from celery_redlock.tasks.per_app import redlock_of, settings_of
 from celery_redlock.tasks.settings.app import CELERY_PREFIX, did_you_mean
 from celery_redlock.tasks.startup import locked_tasks
 
-UNTIL_ALIKE = "until all clients use the same, two tasks may hold one lock"
+UNTIL_ALIKE = anchors.see(
+    "until all clients use the same, two tasks may hold one lock", anchors.SETTINGS_DIFFER
+)
 
 
 @redlock.command()
@@ -86,9 +87,7 @@ def locks(ctx: click.Context, pattern: str, as_json: bool) -> None:
     PATTERN, such as "stock:*", selects resources. The exit status is 2 if too few nodes answer for
     all locks to be known.
     """
-    sight = redlock_of(app_from(ctx)).locks()
-    names = {lock.resource for lock in sight.locks} | {rate.resource for rate in sight.rates}
-    sight = sight.of({one for one in names if one == pattern or fnmatchcase(one, pattern)})
+    sight = views.locks_like(pattern, redlock_of(app_from(ctx)).locks())
     lines = (*failing_lines(sight.failing), *views.unknown_lines(sight))
     none = "No locks are held." if pattern == "*" else f"No lock is held on {pattern}."
     print_result(as_json, as_data(sight), *views.lock_tables(sight, none), *lines)
@@ -97,17 +96,20 @@ def locks(ctx: click.Context, pattern: str, as_json: bool) -> None:
 
 
 @redlock.command()
+@click.argument("pattern", default="*", callback=named)
 @as_json
 @click.pass_context
-def waiters(ctx: click.Context, as_json: bool) -> None:
+def waiters(ctx: click.Context, pattern: str, as_json: bool) -> None:
     """Show the processes that wait, in order, and their tasks.
 
-    Each waits for a lock, or for a start of a rate. The exit status is 2 if too few nodes answer.
+    Each waits for a lock, or for a start of a rate. PATTERN, such as "stock:*", selects resources.
+    The exit status is 2 if too few nodes answer.
     """
-    waiting = WaitersView.ask(app_from(ctx))
+    waiting = WaitersView.ask(app_from(ctx)).like(pattern)
     processes = waiting.registered
     lines = (*waiting.notes(), *failing_lines(processes.failing), *views.unknown_lines(processes))
-    print_result(as_json, waiting.data(), *waiting.tables(), *lines)
+    tables = waiting.tables("" if pattern == "*" else pattern)
+    print_result(as_json, waiting.data(), *tables, *lines)
     if not processes.is_known:
         ctx.exit(EXIT_UNKNOWN)
 

@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
+from functools import cached_property
 from typing import Any
 
 import click
@@ -33,6 +34,7 @@ from celery_redlock.operate.cli.group import (
     as_data,
     as_json,
     finite,
+    named,
     print_all,
     redlock,
     with_short_ids,
@@ -40,6 +42,7 @@ from celery_redlock.operate.cli.group import (
 from celery_redlock.operate.cli.views import (
     WaitersView,
     lock_tables,
+    locks_like,
     node_table,
     quorum_line,
     unknown_lines,
@@ -59,7 +62,9 @@ class Look:
     waiting: WaitersView
     at: float
 
+    @cached_property
     def tables(self) -> tuple[Table, ...]:
+        """The tables, made once: all their times are of the moment of the look."""
         return node_table(self.nodes), *lock_tables(self.sight), *self.waiting.tables()
 
     def notes(self) -> list[str]:
@@ -73,22 +78,27 @@ class Look:
     def screen(self, width: int, height: int) -> list[str]:
         """Return what fits a terminal: each table gets its share of the lines, long cells are cut.
 
-        A table that needs less than its share leaves the rest to those below it.
+        A table that needs less than its share leaves the rest to the others.
         """
-        lines: list[str] = []
-        notes, tables = self.notes()[:3], with_short_ids(self.tables())
-        for number, table in enumerate(tables):
-            share = (height - len(notes) - len(lines)) // (len(tables) - number)
-            lines += table.lines(width, max(3, share))
+        notes, tables = self.notes()[:3], with_short_ids(self.tables)
+        left, shares = height - len(notes), [1 + len(table.rows) for table in tables]
+        for number, place in enumerate(sorted(range(len(tables)), key=shares.__getitem__)):
+            shares[place] = min(shares[place], max(3, left // (len(tables) - number)))
+            left -= shares[place]
+        cut = (table.lines(width, share) for table, share in zip(tables, shares, strict=True))
+        lines = itertools.chain.from_iterable(cut)
         return [*lines, *(escaped(note)[:width] for note in notes)][:height]
 
 
-def look_repeatedly(app: Any, interval: float, count: int | None) -> Iterator[Look]:
-    """Yield one look after the other. interval: seconds between two. count: None for no end."""
+def look_repeatedly(app: Any, pattern: str, interval: float, count: int | None) -> Iterator[Look]:
+    """Yield one look after the other, at the resources that a pattern selects.
+
+    interval: seconds between two. count: None for no end.
+    """
     made, clock = redlock_of(app), SystemClock()
     for number in itertools.count(1):
-        sight = made.locks()
-        yield Look(made.status(), sight, WaitersView.ask(app), clock.now())
+        sight = locks_like(pattern, made.locks())
+        yield Look(made.status(), sight, WaitersView.ask(app).like(pattern), clock.now())
         if number == count:
             return
         clock.sleep(interval)
@@ -143,6 +153,7 @@ def _draw(look: Look | None, now: float) -> None:
 
 
 @redlock.command()
+@click.argument("pattern", default="*", callback=named)
 @click.option(
     "--interval", type=click.FloatRange(0.0, 3600.0, min_open=True), callback=finite, default=2.0,
     show_default=True, help="Seconds between two refreshes.",
@@ -152,12 +163,14 @@ def _draw(look: Look | None, now: float) -> None:
 )
 @as_json
 @click.pass_context
-def top(ctx: click.Context, interval: float, count: int | None, as_json: bool) -> None:
+def top(
+    ctx: click.Context, pattern: str, interval: float, count: int | None, as_json: bool
+) -> None:
     """Show nodes, locks and waiting tasks live; `q` ends it.
 
-    With --json each refresh is one line.
+    PATTERN, such as "stock:*", selects resources. With --json each refresh is one line.
     """
-    looks = look_repeatedly(app_from(ctx), interval, count)
+    looks = look_repeatedly(app_from(ctx), pattern, interval, count)
     with suppress(KeyboardInterrupt):  # Ctrl-C ends it as `q` does
         if as_json:
             for look in looks:
@@ -166,4 +179,4 @@ def top(ctx: click.Context, interval: float, count: int | None, as_json: bool) -
             show_live(looks)
         else:
             for look in looks:
-                print_all(*look.tables(), *look.notes())
+                print_all(*look.tables, *look.notes())

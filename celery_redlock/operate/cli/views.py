@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
+from fnmatch import fnmatchcase
 from typing import Any
 
 from celery_redlock import anchors
@@ -85,6 +86,17 @@ def lock_name(lock: LockReport) -> str:
     """Return the resource of a lock, with its permit, as `break --permit` takes it."""
     has_permits = lock.permit or lock.limit > 1
     return f"{lock.resource} (permit {lock.permit})" if has_permits else lock.resource
+
+
+def _like(pattern: str, resources: Iterable[str]) -> set[str]:
+    """Return the resources that a pattern of the shell, as "stock:*", selects."""
+    return {one for one in resources if one == pattern or fnmatchcase(one, pattern)}
+
+
+def locks_like(pattern: str, sight: LockList) -> LockList:
+    """Return the locks and rates of the resources that a pattern selects."""
+    names = {lock.resource for lock in sight.locks} | {rate.resource for rate in sight.rates}
+    return sight.of(_like(pattern, names))
 
 
 def lock_tables(sight: LockList, none: str = "No locks are held.") -> list[Table]:
@@ -229,7 +241,9 @@ class WaitersView:
 
     @classmethod
     def ask(cls, app: Any) -> WaitersView:
-        """Ask the workers and the nodes; no worker answers if the broker is down."""
+        """Ask the nodes and the workers; no worker answers if the broker is down."""
+        # before the workers, whose answers are awaited: else a task that begins meanwhile is shown
+        registered = redlock_of(app).waiters()
         by_worker, cause = ask_workers(app, "redlock_waiting")
         waiting = [
             {**row, "worker": worker, "next_start": None}
@@ -238,7 +252,6 @@ class WaitersView:
             for row in rows
         ]
         waiting.sort(key=lambda row: str(row["since"]))
-        registered = redlock_of(app).waiters()
         next_starts = {
             one.resource: one.next_start for one in registered.processes if one.waits_for == "rate"
         }
@@ -251,6 +264,12 @@ class WaitersView:
     def is_known(self) -> bool:
         """Whether nobody waits but who is shown."""
         return self.registered.is_known and bool(self.workers)
+
+    def like(self, pattern: str) -> WaitersView:
+        """Return what waits for the resources that a pattern selects."""
+        waiting = [row for row in self.waiting if _like(pattern, row["resources"])]
+        processes, wrong_type = self.registered.processes, self.registered.wrong_type
+        return self._only(waiting, _like(pattern, [*wrong_type, *(p.resource for p in processes)]))
 
     def for_resource(self, resource: str) -> WaitersView:
         return self._only([row for row in self.waiting if resource in row["resources"]], [resource])
