@@ -132,6 +132,17 @@ def hold(stage: Stage, key: str) -> None:
         node.client().set(f"{{redlock}}:lock:{key}", value, px=200_000)
 
 
+def test_a_rate_limit_of_celery_holds_for_plain_tasks_with_a_countdown(stage: Stage) -> None:
+    """Also under another name, by which monitors show them."""
+    stage.worker(concurrency=2)
+    plain, where = stage.tasks.add, stage.see_listening()
+    stage.app.control.rate_limit(plain.name, "1/h", destination=where, reply=True)
+    results = [plain.apply_async(countdown=1, shadow="nightly") for _ in range(3)]
+    eventually(lambda: any(result.ready() for result in results))
+    assert stage.tasks.work.delay("k").get(timeout=60) == 0
+    assert not all(result.ready() for result in results)  # Celery lets the first two run
+
+
 def test_a_release_wakes_nothing_past_its_rate_limit(calm_stage: Stage) -> None:
     calm_stage.worker(concurrency=2)
     task = calm_stage.tasks.step

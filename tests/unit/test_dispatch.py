@@ -22,6 +22,7 @@ from celery_redlock.tasks.waiting.queues import QueueKey, WaitingMessage, Waitin
 from celery_redlock.tasks.waiting.successor import Successor
 
 TIMES = WaitingTimes()
+TASK = SimpleNamespace(name="task")
 PREFETCH = 4  # of the worker, without waiting messages
 DEADLINE = 60.0  # s after a message's arrival
 
@@ -143,7 +144,10 @@ class Worker:
     ) -> WaitingMessage:  # fmt: skip
         """Let a message wait, as Celery's strategy does."""
         more = {"stamped_headers": None, "request_dict": {"properties": {}}}
-        message, now = Message(id=id_, name="task", expires=None, **more), self.clock.time
+        message, now = (
+            Message(id=id_, name="task", task=TASK, expires=None, **more),
+            self.clock.time,
+        )
         eta, deadline = now + countdown, now + DEADLINE
         waiter = WaitingMessage(message, since, QueueKey(resource, 1), eta, deadline, waits)
         self.dispatcher.add(waiter)

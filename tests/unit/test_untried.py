@@ -32,7 +32,7 @@ REMEMBERED = WaitingTimes().remember_refusal
 HOLDER, LEASE = "pid 7 on host", 30.0
 EVERYBODY = Broadcast("everybody")
 EARLIER = "2026-01-01T00:00:00+00:00"
-A_REQUEST = SimpleNamespace(name="task")
+A_REQUEST = SimpleNamespace(name="task", task=SimpleNamespace(name="task"))
 
 
 class StoppedClock(SystemClock):

@@ -390,7 +390,7 @@ def defer_untried(sender: Any = None, request: Any = None, **_: Any) -> None:
     Source: celery.worker.strategy sends task_received before it reads the request's ETA.
     """
     room = rooms.get(sender)
-    if room is None or request.eta is not None or not room.may_refuse(request.name):
+    if room is None or request.eta is not None or not room.may_refuse(request.task.name):
         return  # most messages
     delivery: Delivery | None = getattr(request, "delivery", None)
     if delivery is None:

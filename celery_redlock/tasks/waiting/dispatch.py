@@ -57,7 +57,7 @@ class Dispatcher:
         self._on_head, self._on_due = on_head, on_due
         self._apply_eta_task: Callable[[Any], object] = consumer.apply_eta_task
         self._leave_bucket: Callable[[Any], object] = consumer._limit_move_to_pool
-        self.states = StoringThread(consumer.app)
+        self.states = StoringThread(consumer.app, loop.call_soon)
         self.mutex = threading.RLock()
         self._eviction: Any = None  # the timer's entry, while one is due
         self.capacity = CAPACITY
@@ -177,7 +177,7 @@ class Dispatcher:
         Of a lock with more permits than one the next message may run as well.
         """
         alone = [queue for queue in queues if queue.limit == 1]
-        if self.bucket_of(request.name) is not None:
+        if self.bucket_of(request.task.name) is not None:
             self._in_buckets[request] = alone
             for queue in alone:
                 self._awaiting_rate.setdefault(queue, request)
@@ -304,7 +304,7 @@ class Dispatcher:
         )
         if request not in self._dispatched or not self.states.withdraw(str(request.id), again):
             return  # the room was closed, or a result backend is slow
-        bucket = self.bucket_of(request.name)
+        bucket = self.bucket_of(request.task.name)
         if bucket is None:
             self._note_left_bucket(request)
             self._apply_eta_task(request)
