@@ -39,24 +39,26 @@ class _Pending(NamedTuple):
     """A state that waits to be stored.
 
     store: raises what the result backend raises. lost: called with why it is not stored. until:
-    monotonic seconds; a final state is tried again until then, other states (-inf) once.
+    monotonic seconds; a final state is tried again until then, other states (-inf) once. then:
+    called in the event loop once it is stored or lost.
     """
 
     store: Callable[[], object]
     lost: Callable[[object], object]
     until: float
+    then: Callable[[], object] | None
 
 
 class StoringThread:
     """Stores the states that a worker's main process reports, in one thread; one of each message.
 
     A result backend that hangs blocks this thread, and not the event loop. Some states are lost
-    then: those of messages that go on meanwhile, and those above `MOST_PENDING`. Under gevent the
-    thread is a greenlet.
+    then, but no final ones: those of messages that go on meanwhile, and those above `MOST_PENDING`.
+    Under gevent the thread is a greenlet. call_soon: calls a function in the event loop.
     """
 
-    def __init__(self, app: Any) -> None:
-        self._app, self._clock = app, SystemClock()
+    def __init__(self, app: Any, call_soon: Callable[[Callable[[], object]], object]) -> None:
+        self._app, self._call_soon, self._clock = app, call_soon, SystemClock()
         self._changed = threading.Condition()
         self._pending: dict[str, _Pending] = {}  # by task id
         self._stored, self._began = "", 0.0  # whose state is being stored; monotonic seconds
@@ -65,21 +67,23 @@ class StoringThread:
 
     def put(
         self, id_: str, store: Callable[[], object], lost: Callable[[object], object], *,
-        is_final: bool,
+        is_final: bool, then: Callable[[], object] | None = None,
     ) -> None:  # fmt: skip
-        """Have a state stored, in place of one that waits. lost: called with why it is not."""
+        """Have a state stored, in place of one that waits. lost, then: as of `_Pending`."""
         until = self._clock.now() + PATIENCE if is_final else -math.inf
         with self._changed:
-            self._pending.pop(id_, None)
-            is_full = len(self._pending) >= MOST_PENDING
+            replaced = self._pending.pop(id_, None)
+            is_full = not is_final and len(self._pending) >= MOST_PENDING
             if not is_full:
-                self._pending[id_] = _Pending(store, lost, until)
+                self._pending[id_] = _Pending(store, lost, until, then)
                 self._changed.notify_all()
                 if not self._runs:
                     threading.Thread(target=self._run, daemon=True).start()
                     self._runs = True
         if is_full:
             lost("the result backend does not keep up")
+        if replaced is not None and replaced.then is not None:
+            self._call_soon(replaced.then)
 
     def withdraw(self, id_: str, then: Callable[[], object]) -> bool:
         """Forget the state of a message that is about to run: it would be stored over a later one.
@@ -97,10 +101,13 @@ class StoringThread:
             return False
 
     def forget(self) -> None:
-        """Forget the states of messages that wait: these come anew, to this worker or another."""
+        """Forget the states of messages that wait: these come anew, to this worker or another.
+
+        So do those of final states that are not stored yet, which cannot be acknowledged any more.
+        """
         with self._changed:
-            states_ = self._pending.items()
-            self._pending = {id_: one for id_, one in states_ if one.until > -math.inf}
+            finals = [one for one in self._pending.items() if one[1].until > -math.inf]
+            self._pending = {id_: one._replace(then=None) for id_, one in finals}
 
     def flush(self) -> None:
         """Wait until all states are stored, for `DEADLINE` at most."""
@@ -121,10 +128,12 @@ class StoringThread:
             is_again = False
             try:
                 pending.store()
-            except Exception as error:
+            except BaseException as error:  # also a SystemExit: this thread has others to store
                 is_again = self._clock.now() < pending.until
                 if not is_again:
                     pending.lost(error)
+            if pending.then is not None and not is_again:
+                self._call_soon(pending.then)
             with self._changed:
                 if is_again:  # last, unless the message has another state by now
                     self._pending.setdefault(self._stored, pending)
@@ -240,8 +249,10 @@ class StateReporter:
         request = self._request
         self._task.backend.store_result(request.id, meta, state, request=request)
 
-    def revoked_untried(self, reason: str, *, store_result: bool) -> None:
-        """Store REVOKED for a message that no run has seen, as Celery does.
+    def revoked_untried(
+        self, reason: str, *, store_result: bool, then: Callable[[], object]
+    ) -> None:
+        """Store REVOKED for a message that no run has seen, as Celery does, and call `then`.
 
         Source: celery.worker.request: Request._announce_revoked.
         """
@@ -251,6 +262,7 @@ class StateReporter:
                 request.id, reason, request=request, store_result=store_result
             ),
             is_final=True,
+            then=then,
         )
 
     def started(self, *, was_deferred: bool) -> None:
@@ -318,12 +330,17 @@ class StateReporter:
         finally:
             task.request_stack.pop()
 
-    def _store(self, store: Callable[[], object], *, is_final: bool = False) -> None:
-        if self._thread is None:
-            self._attempt(store)
-        else:
-            lost = self._warn_not_shown
-            self._thread.put(str(self._request.id), store, lost, is_final=is_final)
+    def _store(
+        self, store: Callable[[], object], *, is_final: bool = False,
+        then: Callable[[], object] | None = None,
+    ) -> None:  # fmt: skip
+        if self._thread is not None:
+            how: dict[str, Any] = {"is_final": is_final, "then": then}
+            self._thread.put(str(self._request.id), store, self._warn_not_shown, **how)
+            return
+        self._attempt(store)
+        if then is not None:
+            then()
 
     def _send(
         self, event: str, let_through: tuple[type[Exception], ...] = (), /, **fields: Any

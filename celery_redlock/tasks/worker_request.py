@@ -141,7 +141,8 @@ class Request(celery.worker.request.Request):
     def _announce_revoked(self, reason: str, terminated: bool, signum: Any, expired: bool) -> None:
         """Have REVOKED stored; if the message may have run elsewhere, leave that to the run.
 
-        Celery's own stores it in the event loop, which a result backend that hangs would stop.
+        Celery's own stores it in the event loop, which a result backend that hangs would stop. The
+        message is acknowledged after that, so no more of them are pending than the worker takes.
         """
         if not (terminated or expired) and self._is_left_to_run:
             self.is_revoked = True
@@ -152,9 +153,8 @@ class Request(celery.worker.request.Request):
         self.send_event("task-revoked", **how)
         thread = next((room.states for room in rooms_of(self.app)), None)
         reporter = StateReporter(self.task, self._context, self.send_event, thread)
-        reporter.revoked_untried(reason, store_result=self.store_errors)
-        self.acknowledge()
         self._already_revoked = True
+        reporter.revoked_untried(reason, store_result=self.store_errors, then=self.acknowledge)
         task_revoked.send(self.task, request=self._context, **how)
 
     def reject(self, requeue: bool = False) -> None:
@@ -210,7 +210,7 @@ class Request(celery.worker.request.Request):
         One that was sent to the pool may still run here: it is published as a redelivery. Return
         whether the broker has taken it; if not, the message stays there as it came.
         """
-        if self.acknowledged:
+        if self.acknowledged or self._already_revoked:
             return True
         delivery, left = self.delivery, self.eta - utc_now()
         delivery.request.__dict__[ARGUMENTS] = self.args, self.kwargs

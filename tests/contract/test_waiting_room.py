@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 from celery import Celery
+from celery.bootsteps import CLOSE
 from celery.utils.imports import symbol_by_name
 from celery.worker import state
 from kombu.asynchronous import Hub
@@ -45,6 +46,7 @@ from tests.conftest import PATIENCE, Nodes, eventually, settle
 from tests.contract.conftest import MAJORITY
 
 WAITING, VOTES = waiting_key("redlock", "a"), votes_channel("redlock")
+TASK = SimpleNamespace(name="task")
 NEVER = 600.0  # s: longer than a test
 LONG = 240.0  # s, less than the longest countdown
 STILL = WaitingTimes(retry_next_after=NEVER, sweep_interval=NEVER)  # nothing happens by the clock
@@ -119,7 +121,7 @@ class Stage:
         self._count += 1
         now = utc_now()
         message = Consumer(
-            id=id_, name="task", eta=now + timedelta(seconds=countdown), expires=expires,
+            id=id_, name="task", task=TASK, eta=now + timedelta(seconds=countdown), expires=expires,
             **{"stamped_headers": None, "request_dict": {"properties": {}}, **request},
         )  # fmt: skip
         deferral = Deferral(
@@ -752,11 +754,35 @@ def test_a_worker_does_not_listen_for_ever_if_nobody_waits(
     stage.turn_until(lambda: stage.hears() == 0)
 
 
+def test_a_worker_that_stops_publishes_a_message_after_the_store_of_its_state(
+    make_stage: MakeStage, nodes: Nodes, redlock: Redlock
+) -> None:
+    """Else DEFERRED is stored over the final state of the copy, and stays."""
+    stage, order, published = make_stage(nodes, STILL), list[str](), threading.Event()
+
+    def store() -> None:
+        began.set()
+        order.append("published" if published.wait(0.5) else "stored")
+
+    began = threading.Event()
+    with lock_of(redlock):
+        stage.admit("waits", is_deferred_here=True, publish_again=published.set)
+        stage.room.states.put("waits", store, order.append, is_final=False)
+        assert began.wait(60)
+        stage.consumer.blueprint = SimpleNamespace(state=CLOSE)
+        stage.room.stop(stage.consumer)
+    assert published.is_set()
+    assert order == ["stored"]
+
+
 def test_a_worker_remembers_a_refusal_while_a_message_waits_for_that_lock(
     make_stage: MakeStage, nodes: Nodes, redlock: Redlock
 ) -> None:
     """So that a message that does not try can say who holds its lock."""
-    stage, request = make_stage(nodes, replace(STILL, sweep_interval=0.02)), Consumer(name="task")
+    stage, request = (
+        make_stage(nodes, replace(STILL, sweep_interval=0.02)),
+        Consumer(name="task", task=TASK),
+    )
     with lock_of(redlock):
         for resource in "ab":
             stage.room.note_refusal(Deferral(resource=resource, holder="holder", expires_in=9.0))

@@ -70,6 +70,25 @@ def test_a_frozen_backend_and_a_frozen_node_keep_no_worker_from_its_commands(
     assert {stage.info(one)["status"] for one in results[:-1]} == {"SUCCESS"}
 
 
+@pytest.mark.parametrize("pool", slow_but(("prefork",), ("prefork", "threads", "gevent")))
+def test_an_expired_message_stays_with_the_broker_until_its_end_is_stored(
+    nodes: Nodes, backend: EmbeddedNode, make_stage: MakeStage, pool: str
+) -> None:
+    """Else a worker that is killed meanwhile loses the end, and its caller waits for ever."""
+    stage = make_stage(nodes, result_backend=backend.url)
+    results = [stage.tasks.work.apply_async(("k",), expires=0.001) for _ in range(2)]
+    backend.pause()
+    worker = stage.worker(pool=pool, concurrency=2)
+    for result in results:
+        eventually(lambda id_=result.id: f"[{id_}]" in worker.output().partition("Discarding")[2])
+    stage.see_listening()
+    client = stage.broker.client()
+    assert client.hlen("unacked") == len(results)
+    backend.resume()
+    eventually(lambda: not client.exists("unacked"))
+    assert {stage.info(one)["status"] for one in results} == {"REVOKED"}
+
+
 @pytest.mark.slow
 def test_a_backend_that_never_answers_keeps_no_message_from_its_lock(stage: Stage) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:

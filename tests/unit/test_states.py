@@ -119,12 +119,15 @@ def test_receivers_hear_of_what_the_gate_revokes_as_of_what_celery_does(make_tas
 class Storing:
     """A thread that stores states in a result backend that hangs until a test says.
 
-    stored, lost: the names of the states, in order. failing: those that fail once.
+    stored, lost: the names of the states, in order. failing: those that fail once. ended: the final
+    states after which their message was acknowledged.
     """
 
     def __init__(self) -> None:
-        self.thread = StoringThread(SimpleNamespace(backend=None))
+        self.thread = StoringThread(SimpleNamespace(backend=None), lambda call: call())
         self.stored, self.lost, self.failing = list[str](), list[str](), set[str]()
+        self.error: type[BaseException] = OSError
+        self.ended: list[str] = []
         self.answers = threading.Event()
         self.put("1", "first")
         eventually(lambda: self.stored)
@@ -135,9 +138,11 @@ class Storing:
             assert self.answers.wait(60)
             if name in self.failing:
                 self.failing.remove(name)
-                raise OSError("backend")
+                raise self.error("backend")
 
-        self.thread.put(id_, store, lambda cause: self.lost.append(name), is_final=is_final)
+        then = (lambda: self.ended.append(name)) if is_final else None
+        lost = lambda cause: self.lost.append(name)  # noqa: E731
+        self.thread.put(id_, store, lost, is_final=is_final, then=then)
 
 
 @pytest.fixture
@@ -181,20 +186,38 @@ def test_of_messages_that_the_broker_delivers_anew_only_final_states_are_stored(
     storing.answers.set()
     storing.thread.flush()
     assert storing.stored == ["first", "revoked"]
+    assert storing.ended == []  # by a connection that is lost
 
 
-def test_a_final_state_that_cannot_be_stored_is_stored_later(storing: Storing) -> None:
+@pytest.mark.parametrize("error", [OSError, SystemExit])
+def test_a_final_state_that_cannot_be_stored_is_stored_later(
+    storing: Storing, error: type[BaseException]
+) -> None:
     storing.put("2", "second")
     storing.put("3", "revoked", is_final=True)
-    storing.failing = {"second", "revoked"}
+    storing.failing, storing.error = {"second", "revoked"}, error
     storing.answers.set()
-    eventually(lambda: storing.stored == ["first", "second", "revoked", "revoked"])
+    eventually(lambda: storing.ended == ["revoked"])
+    assert storing.stored == ["first", "second", "revoked", "revoked"]
     assert storing.lost == ["second"]
 
 
-def test_states_above_a_bound_are_lost(storing: Storing) -> None:
+def test_a_message_is_acknowledged_once_its_final_state_is_stored_or_replaced(
+    storing: Storing,
+) -> None:
+    storing.put("2", "revoked", is_final=True)
+    storing.put("2", "revoked again", is_final=True)
+    assert storing.ended == ["revoked"]
+    storing.put("3", "expired", is_final=True)
+    storing.answers.set()
+    eventually(lambda: storing.ended == ["revoked", "revoked again", "expired"])
+    assert storing.stored == ["first", "revoked again", "expired"]
+
+
+def test_states_above_a_bound_are_lost_but_no_final_ones(storing: Storing) -> None:
     for number in range(MOST_PENDING):
         storing.put(f"m{number}", "kept")
     storing.put("one more", "dropped")
     storing.put("m0", "newer")
+    storing.put("another", "revoked", is_final=True)
     assert storing.lost == ["dropped"]

@@ -128,6 +128,8 @@ class WaitingRoom(bootsteps.StartStopStep):
         if end_sweeps is not None:  # first: a sweep may run now, and would go on
             end_sweeps()
         if self._is_stopping:
+            self.states.forget()
+            self.states.flush()  # a DEFERRED that is stored later would stay over a final state
             requests = [*self._coming_back, *(waiter.request for waiter in self.waiting())]
             requests += self._dispatcher.unaccepted()
             deferred = (one for one in requests if getattr(one, "is_deferred_here", False))
@@ -218,7 +220,7 @@ class WaitingRoom(bootsteps.StartStopStep):
         that one. asked: its locks and rates, in the order in which it asks for them.
         """
         dispatcher = self._dispatcher
-        queues = [self._queue_of(one, request.name) for one in asked]
+        queues = [self._queue_of(one, request.task.name) for one in asked]
         for queue in queues:
             name, limit, _ = queue
             resource, _ = waiting_for(name)
@@ -256,7 +258,7 @@ class WaitingRoom(bootsteps.StartStopStep):
         if deferral.is_taken:
             resource = deferral.resource or deferral.resources[0]  # a sender may leave it out
             queue = QueueKey.of(resource, deferral.limit, deferral.rate)
-            queue = self._queue_of(queue, request.name)
+            queue = self._queue_of(queue, request.task.name)
         # a message whose run was refused has been unacknowledged since it came; random, as all at
         # once would be a herd
         received = min(now, properties.get(RECEIVED, now))
