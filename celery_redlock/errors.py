@@ -82,7 +82,7 @@ def summarize_causes(causes: Sequence[str]) -> str:
 
 
 class RedlockError(Exception):
-    """The root of all errors of this package. Its text ends with the heading that helps."""
+    """The root of all errors of this package. Its text ends with a command that explains it."""
 
     _anchor = anchors.ANY_ERROR
 

@@ -49,9 +49,9 @@ def trust_nodes(nodes: Sequence[Any], prefix: str = "redlock") -> None:
 def use_nodes(app: Any, nodes: Sequence[Any]) -> Iterator[Redlock]:
     """Let an app lock on these nodes inside the `with`, and trust them; gives its `Redlock`.
 
-    app: a Celery app; it keeps all settings except `redlock_nodes`. nodes: `FakeNode`s,
-    `EmbeddedNode`s, or values that `redlock_nodes` takes. They are also the default target of
-    `hold`, `lose` and `assert_released`.
+    app: a Celery app; it keeps all settings except `redlock_nodes`. nodes: each a
+    `FakeNode`, an `EmbeddedNode`, or a value that `redlock_nodes` takes. They are also the default
+    target of `hold`, `lose` and `assert_released`.
     """
     before = app.conf.get("redlock_nodes")
     app.conf.redlock_nodes = [getattr(node, "url", node) for node in nodes]

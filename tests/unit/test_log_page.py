@@ -12,7 +12,8 @@ from types import SimpleNamespace
 import pytest
 
 import celery_redlock
-from celery_redlock.lock.node_status import NodeReport
+from celery_redlock import Redlock
+from celery_redlock.lock.node_status import NodeReport, shared_settings_of
 from celery_redlock.operate.lints import _unknown_queues, left_open, lint
 from celery_redlock.tasks.startup import _log_report
 from tests.unit.test_lints import shop_of
@@ -114,6 +115,15 @@ def test_the_page_has_each_event_and_each_line_of_the_code() -> None:
         )
     ]
     assert missing == []
+
+
+def test_the_settings_of_a_line_are_those_of_a_client_of_as_many_nodes() -> None:
+    (line,) = (line for event, line in rows() if event == "settings_differ")
+    samples = re.findall(r"max_ttl=\S+ restart_guard=\S+ nodes=(\d)", line)
+    assert len(samples) == 2
+    for nodes in samples:
+        with Redlock([f"redis://node-{number}" for number in range(int(nodes))]) as redlock:
+            assert shared_settings_of(redlock.session) in line
 
 
 def test_each_line_of_the_page_has_the_words_of_the_code() -> None:
