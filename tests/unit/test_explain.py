@@ -23,6 +23,7 @@ from celery_redlock.operate.cli.explain import (
     find_passage,
     read_passages,
     section_of,
+    with_commands,
 )
 from celery_redlock.operate.cli.group import Table
 from tests.pages import ROOT
@@ -92,6 +93,13 @@ def test_a_passage_has_its_heading_and_no_marks_of_markdown(code: str) -> None:
     assert len(tables) == len(re.findall(r"^\|[-| ]+\|$", one.text, re.MULTILINE))
     for table in tables:
         assert {len(row) for row in table.rows} == {len(table.heads)}
+
+
+@pytest.mark.parametrize("code", PASSAGES)
+def test_a_passage_names_the_page_or_section_that_it_sends_to(code: str) -> None:
+    """In a terminal a link is its words alone."""
+    text = " ".join(with_commands(PASSAGES[code].text, PASSAGES).split())
+    assert re.findall(r"(?:\b[Ss]ee |\()\[[^\]]+\]\([^)]*\)", text) == []
 
 
 def test_the_list_has_each_section_of_its_page_once() -> None:
