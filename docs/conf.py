@@ -67,7 +67,10 @@ html_context = {
 }
 html_copy_source = False
 
-_SECTION = re.compile(r"^## (?P<title>.+)\n\n(?P<items>(?:- \[.+\n(?:  .+\n)*)+)", re.MULTILINE)
+_SECTION = re.compile(
+    r"^(?:## (?P<title>.+)|\*\*(?P<group>.+)\*\*)\n\n(?P<items>(?:- \[.+\n(?:  .+\n)*)+)",
+    re.MULTILINE,
+)
 _CARDS = re.compile(r"^<!-- cards -->\n(?P<cards>(?:- \[.+\n(?:  .+\n)*)+)", re.MULTILINE)
 _CARD = re.compile(
     r"^- \[(?P<title>[^\]]+)\]\((?P<page>[^)]+)\.md\): (?P<text>.+\n(?:  .+\n)*)", re.MULTILINE
@@ -81,7 +84,9 @@ def _with_navigation(text: str) -> str:
 
     def add(section: re.Match[str]) -> str:
         pages = [f"{item['title']} <{item['page']}>" for item in _ITEM.finditer(section["items"])]
-        options = [":hidden:", f":caption: {section['title']}"]
+        above = text[: section.start()].rpartition("\n## ")[2].partition("\n")[0]
+        caption = section["title"] or f"{above}: {section['group'].lower()}"
+        options = [":hidden:", f":caption: {caption}"]
         return "\n".join([section[0], "```{toctree}", *options, "", *pages, "```", ""])
 
     return _SECTION.sub(add, text)

@@ -26,16 +26,19 @@ SEARCHED = [
     "run one beat", "semaphore", "several beats", "singleton", "stop a task", "task_cls",
     "throttle", "zookeeper",
 ]  # fmt: skip
-# words of others for these things, and the page that answers
+# words of others for these things, and the page that answers, or two
 FIRST = {
+    "coalesce": "how-to/debounce",
     "double click": "how-to/django",
     "enqueue": "how-to/deduplicate-calls",
     "FIFO": "how-to/strict-order",
-    "graceful shutdown": "how-to/kubernetes",
+    "flaky": "how-to/test",
+    "graceful shutdown": "how-to/kubernetes explanation/crashes-and-shutdown",
     "heartbeat": "how-to/long-running-tasks",
     "Kubernetes": "how-to/kubernetes",
     "last save": "how-to/debounce",
     "leader election": "how-to/one-beat",
+    "live": "reference/cli",
     "lock every task": "how-to/existing-base-class",
     "lock stuck": "how-to/clear-a-lock",
     "mutex": "getting-started/first-locked-task",
@@ -54,6 +57,7 @@ FIRST = {
     "two beats": "how-to/one-beat",
     "two workers": "getting-started/first-locked-task",
     "unique": "how-to/deduplicate-calls",
+    "watch": "reference/cli",
     "worker killed": "explanation/crashes-and-shutdown",
 }
 SHOWN_FIRST = 3
@@ -127,6 +131,17 @@ def test_the_site_lists_every_page(site: Path) -> None:
             assert f"{page.stem}.html" in index, f"docs/index.md does not list {page.name}"
 
 
+def test_the_groups_of_a_list_are_those_of_the_navigation(site: Path) -> None:
+    listed = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    guides = listed.partition("\n## How-to guides\n")[2].partition("\n## ")[0]
+    groups = re.findall(r"^\*\*(.+)\*\*$", guides, re.MULTILINE)
+    html = (site / "docs" / "index.html").read_text(encoding="utf-8")
+    captions = re.findall(r'class="caption-text">(?:How-to guides: )?([^<]+)<', html)
+    assert len(groups) > 4
+    assert [group for group in groups if group.lower() not in captions] == []
+    assert "How-to guides" not in captions  # a list without a group
+
+
 def test_the_first_page_of_the_site_is_its_index(site: Path) -> None:
     first = (site / "index.html").read_text(encoding="utf-8")
     (base,) = re.findall(r'<base href="([^"]+)">', first)
@@ -152,7 +167,7 @@ def test_the_python_api_lists_parameters_and_tells_developers_nothing(site: Path
     api = (site / "docs" / "reference" / "python-api.html").read_text(encoding="utf-8")
     told = [re.sub(r"<[^>]+>", "", one) for one in re.findall(r"<p>(.*?)</p>", api, re.DOTALL)]
     assert len(told) > 200
-    assert [one for one in told if re.search(r"[.;]\s\w+:\s|\.(?:md|py)\b", one)] == []
+    assert [one for one in told if re.search(r"[.;]\s\w+:\s|\.(?:md|py)\b|`", one)] == []
     for name in ("node_timeout", "on_lost", "is_sent", "unique_until", "task_id"):
         assert re.search(rf'<li><p>[^:]*<span class="pre">{name}</span></code>[^:]*: ', api), name
 
@@ -213,7 +228,11 @@ def test_the_search_shows_the_page_that_answers_among_the_first(site: Path, tmp_
         chrome.get((site / "search.html").as_uri() + "?q=lock")
         eventually(lambda: chrome.execute_script("return Search.hasIndex()"))
         found = {query: chrome.execute_script(FOUND, query)[:SHOWN_FIRST] for query in FIRST}
-    missed = {query: pages for query, pages in found.items() if f"docs/{FIRST[query]}" not in pages}
+    missed = {
+        query: pages
+        for query, pages in found.items()
+        if not {f"docs/{page}" for page in FIRST[query].split()} <= {*pages}
+    }
     assert missed == {}, "say the word in the page's last line: <!-- search: word, word -->"
 
 

@@ -335,6 +335,18 @@ class TestHolders:
             assert_released("r", within=0)
 
 
+def test_a_skipped_run_of_apply_has_the_state_that_celery_gives_it(
+    redlock_fake_nodes: list[FakeNode],
+) -> None:
+    app = an_app()
+
+    @app.task(base=LockedTask, lock_key="r", lock_on_conflict="skip", shared=False)
+    def body() -> None: ...
+
+    with use_nodes(app, redlock_fake_nodes), hold("r"):
+        assert body.apply().state == "IGNORED"
+
+
 class TestLockingOff:
     @pytest.fixture
     def app(self, redlock_fake_nodes: list[FakeNode]) -> Iterator[Celery]:
