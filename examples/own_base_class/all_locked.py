@@ -3,4 +3,7 @@
 from own_base import app
 
 # all other tasks, whatever their class, on all their arguments
-app.conf.redlock_tasks = {"vendor.sync": {"args": ["account"]}, "*": {}}
+app.conf.redlock_tasks = {
+    "vendor.sync": {"key": "vendor:{account}"},
+    "*": {},
+}

@@ -47,5 +47,5 @@ def thank(customer: str) -> str:
     return f"Thank you, {customer}, from {transaction.get()}"
 
 
-# Tasks of a package, by name or glob: they keep the task class of the app.
-app.conf.redlock_tasks = {"vendor.sync": {"args": ["account"]}}
+# A task of a package.
+app.conf.redlock_tasks = {"vendor.sync": {"key": "vendor:{account}"}}

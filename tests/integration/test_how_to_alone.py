@@ -84,15 +84,17 @@ def program_of(name: str) -> str:
 
 
 @contextmanager
-def shop(name: str, folder: Path, without: str = "", **worker: Any) -> Iterator[Shop]:
+def shop(
+    name: str, folder: Path, without: str = "", more: str = "", **worker: Any
+) -> Iterator[Shop]:
     """Give the shop of a guide; the worker holds back no run for longer than this `with`.
 
-    without: code of the guide that is left out.
+    without: code of the guide that is left out. more: code behind the guide's.
     """
     with EmbeddedNode() as server:
         program = program_of(name)
         assert without in program
-        program = on_servers(program.replace(without, ""), server.url, ["", "", ""])
+        program = on_servers(program.replace(without, "") + more, server.url, ["", "", ""])
         (folder / "shop.py").write_text(program)
         codes = [block.code for block in blocks(page_of(name), "python")]
         sends = [code for code in codes if not is_of_module(code)]
@@ -208,6 +210,23 @@ def test_without_a_key_the_limit_of_a_queue_is_of_each_set_of_arguments(tmp_path
         eventually(lambda: [one.state for one in sent].count("DEFERRED") == 1)
         held.unlink()
         eventually(lambda: here.steps("ask").count("end") == 7)
+
+
+def test_two_settings_count_every_task_of_a_queue_and_lock_none_elsewhere(tmp_path: Path) -> None:
+    page = page_of("limit-a-queue").read_text(encoding="utf-8")
+    told = re.findall(r"`(redlock_(?:tasks|key) = [^`]+)`", page)
+    assert len(told) == 2
+    more = "".join(f"\napp.conf.{setting}" for setting in told)
+    worker = {"queues": ["partner-acme", "celery"], "concurrency": 8}
+    with shop("limit-a-queue", tmp_path, "base=LockedTask, ", more, **worker) as here:
+        held = here.hold("ask")
+        limited = [here.call("ask", n, queue="partner-acme") for n in (1, 2, 3)]
+        for _ in range(3):
+            here.call("ask", 7)
+        eventually(lambda: here.begun("ask") == 5)
+        eventually(lambda: [one.state for one in limited].count("DEFERRED") == 1)
+        held.unlink()
+        eventually(lambda: here.steps("ask").count("end") == 6)
 
 
 def manifests() -> dict[str, Any]:
