@@ -304,6 +304,19 @@ def test_a_tenant_starts_a_hundred_runs_an_hour_and_the_next_ones_wait(guides: G
         result.revoke()
 
 
+def test_a_throttle_runs_all_starts_that_are_free_though_one_is_at_work(guides: Guides) -> None:
+    task, held = guides["rate-limit"].module.ask_for_news, guides.hold("ask_for_news")
+    begun = []
+    for count in (1, 2, 3):
+        begun.append(task.delay("ann"))
+        eventually(lambda count=count: len(runs_of("ask_for_news")) == count)
+    for _ in range(3):
+        with pytest.raises(TaskRevokedError):
+            task.delay("ann").get(timeout=120)
+    held.unlink()
+    assert results_of(begun) == ["news for ann"] * 3
+
+
 def test_tenants_share_the_starts_of_the_partner(guides: Guides) -> None:
     task = guides["rate-limit"].module.ask_partner
     sent = [task.delay(f"tenant-{n}", "who?") for n in range(12)]  # more than start in a second
