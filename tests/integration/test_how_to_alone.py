@@ -161,6 +161,16 @@ def test_a_chain_runs_on_its_own_workers_while_its_task_holds_the_lock(tmp_path:
             assert here.run(send) == shown.code
 
 
+def test_a_workflow_whose_app_ignores_results_ends_nevertheless(tmp_path: Path) -> None:
+    """`get()` waits in vain for a step without a result, and its task holds the lock meanwhile."""
+    ignores, queues = "app.conf.task_ignore_result = True\n", ["celery", "parts"]
+    with shop("lock-a-workflow", tmp_path, more=ignores, queues=queues, concurrency=8) as here:
+        here.call("deliver", 7)
+        here.call("index", 7)
+        done = re.compile(r"Task shop\.(deliver|index)\[.+\] succeeded")
+        eventually(lambda: sorted(done.findall(here.worker.output())) == ["deliver", "index"])
+
+
 def test_entries_are_booked_in_the_order_of_their_numbers(tmp_path: Path) -> None:
     with shop("strict-order", tmp_path, queues=["celery"], concurrency=4) as here:
         send, _ = here.sends
@@ -275,6 +285,7 @@ def test_beat_of_the_manifest_has_the_lock(tmp_path: Path) -> None:
         try:
             one.launch()
             eventually(lambda: "beat has the lock 'beat:shop'" in one.output())
+            assert "in a file of this machine" not in one.output()  # there are two pods
             assert socket.gethostname() in here.worker.output()
         finally:
             one.kill()
