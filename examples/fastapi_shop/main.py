@@ -2,7 +2,7 @@
 
 import asyncio
 
-from celery_redlock import LockTaken
+from celery_redlock import LockLost, LockTaken, QuorumUnreachable
 from fastapi import FastAPI, HTTPException
 
 import warehouse
@@ -28,6 +28,11 @@ async def pick(sku: str, pieces: int = 1) -> dict[str, int]:
             lock.ensure()
     except LockTaken as error:
         raise HTTPException(409, f"{sku} is in use, try again") from error
+    except QuorumUnreachable as error:
+        raise HTTPException(503, "too few lock nodes answer") from error
+    except LockLost as error:
+        # The pieces are picked, but another run may have been at work.
+        raise HTTPException(500, f"count {sku} again") from error
     return {"picked": pieces}
 
 

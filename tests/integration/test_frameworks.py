@@ -13,6 +13,7 @@ import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -77,6 +78,7 @@ class Example:
     nodes: Nodes
     stack: ExitStack
     env: dict[str, str] = field(default_factory=dict)
+    web: list[WorkerProcess] = field(default_factory=list)
 
     def append(self, file: str, text: str) -> None:
         path = self.folder / file
@@ -112,6 +114,7 @@ class Example:
     def serve(self, *command: str) -> httpx.Client:
         """Start a web server that logs its address; return a client of it."""
         server = self.start(*command, name="web")
+        self.web.append(server)
         address = re.compile(r"http://127\.0\.0\.1:\d+")
         (url,) = eventually(lambda: address.findall(server.output()))[:1]
         client = self.stack.enter_context(httpx.Client(base_url=url, timeout=60))
@@ -209,6 +212,20 @@ def rows(database: Path, query: str) -> list[Any]:
         connection.close()
 
 
+# with ATOMIC_REQUESTS a commit would come after the release of a lock that a view takes
+AT_THE_RELEASE = """
+import django
+from django.conf import settings
+settings.DATABASES["default"]["ATOMIC_REQUESTS"] = True
+django.setup()
+from celery_redlock.signals import lock_released
+from django.db import connection
+from django.test import Client
+def show(**_):
+    print("in a transaction:", connection.in_atomic_block)
+lock_released.connect(show)
+print(Client(SERVER_NAME="localhost").post("/orders/999/cancel/").json())
+"""
 ROLLED_BACK = """
 import django
 django.setup()
@@ -241,6 +258,8 @@ def test_django(example: Callable[..., Example]) -> None:
 
     assert shop.run(sys.executable, "-c", ROLLED_BACK) == "202\nrolled back\n"
     assert shop.broker.client().llen("celery") == 0
+    released = shop.run(sys.executable, "-c", AT_THE_RELEASE)
+    assert released == "in a transaction: False\n{'cancelled': 0}\n"
 
     web = shop.serve(*manage, "runserver", "--noreload", f"127.0.0.1:{free_port()}")
 
@@ -273,7 +292,7 @@ def test_django(example: Callable[..., Example]) -> None:
     assert [ship(first), ship(first), ship(second)] == [202, 409, 202]
     for one in (first, second):
         shop.see_begin(f"ship-{one}")
-        assert ship(one) == 409
+        assert [ship(one), ship(one, "cancel")] == [409, 409]
         shop.let_go(f"ship-{one}")
     eventually(lambda: states() == ["SUCCESS"] * 5)
     assert eventually(lambda: ship(first) == 202)  # it has run; the body reads the state
@@ -289,6 +308,12 @@ def test_django(example: Callable[..., Example]) -> None:
     eventually(lambda: states() == ["SUCCESS"] * 7)
     assert ship(first, "return") == 409
     assert rows(data, f"SELECT state FROM orders_order WHERE id = {first}") == ["returned"]
+
+    # the view with the task's lock
+    with paused(*shop.nodes[:2]):
+        assert ship(other, "cancel") == 503
+    assert ship(other, "cancel") == 200
+    assert rows(data, f"SELECT state FROM orders_order WHERE id = {other}") == ["cancelled"]
 
 
 @needs("flask")
@@ -372,7 +397,7 @@ def test_fastapi(example: Callable[..., Example]) -> None:
     """Two sends are one task; a request that finds the lock taken ends as 409."""
     shop = example("fastapi_shop")
     shop.replace("warehouse.py", SLOW_WAREHOUSE)
-    shop.append("tasks.py", PATIENT.replace("app", "celery_app"))
+    shop.append("tasks.py", f"{PATIENT}app.conf.redlock_ttl = {TTL}\n".replace("app", "celery_app"))
     web = shop.serve(*PYTHON, "uvicorn", "main:app", "--port", "0")
     shop.worker("tasks")
 
@@ -396,6 +421,19 @@ def test_fastapi(example: Callable[..., Example]) -> None:
     shop.see_no_overlap("sku-7", 1 + len(done))
     (returned,) = asyncio.run(ask("/stock/sku-7/return"))
     assert shop.see_result(returned.json()["task"]) == 3
+    with paused(*shop.nodes[:2]):
+        (refused,) = asyncio.run(ask("/stock/sku-8/pick"))
+        assert refused.status_code == 503
+        assert refused.json() == {"detail": "too few lock nodes answer"}
+    with ThreadPoolExecutor() as threads:
+        asked = threads.submit(asyncio.run, ask("/stock/sku-9/pick"))
+        shop.see_begin("sku-9")
+        shop.run(*CELERY, "-A", "tasks", "redlock", "break", "stock:sku-9", "--yes")
+        (server,) = shop.web
+        eventually(lambda: "lost 'stock:sku-9'" in server.output())
+        shop.let_go("sku-9")
+        (lost,) = asked.result()
+    assert (lost.status_code, lost.json()) == (500, {"detail": "count sku-9 again"})
 
 
 SLOW_DATABASE = """

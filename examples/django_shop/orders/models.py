@@ -13,7 +13,8 @@ class Stock(models.Model):
 class Order(models.Model):
     """An order for some pieces.
 
-    state: "new", "taken", "shipped", "returning", "returned" or "sold out".
+    state: "new", "taken", "shipped", "returning", "returned", "cancelled"
+    or "sold out".
     """
 
     sku = models.CharField(max_length=40)

@@ -1,6 +1,6 @@
 """The views of the app."""
 
-from celery_redlock import DuplicateTask
+from celery_redlock import DuplicateTask, LockTaken, QuorumUnreachable
 from django.db import transaction
 from django.http import HttpRequest, JsonResponse
 from django.views.decorators.http import require_POST
@@ -43,3 +43,21 @@ def return_order(request: HttpRequest, order_id: int) -> JsonResponse:
             return JsonResponse(answer, status=409)
         take_back.delay_on_commit(order_id)
     return JsonResponse({"order": order_id}, status=202)
+
+
+# Atomic inside of the lock: it commits before the release.
+@transaction.non_atomic_requests
+@require_POST
+def cancel_order(request: HttpRequest, order_id: int) -> JsonResponse:
+    """Cancel an order while no task ships it."""
+    try:
+        with ship.lock_for(order_id, wait=1), transaction.atomic():
+            taken = Order.objects.filter(id=order_id, state="taken")
+            done = taken.update(state="cancelled")
+    except LockTaken:
+        answer = {"error": "The order is being shipped."}
+        return JsonResponse(answer, status=409)
+    except QuorumUnreachable:
+        answer = {"error": "Too few lock nodes answer."}
+        return JsonResponse(answer, status=503)
+    return JsonResponse({"cancelled": done})
