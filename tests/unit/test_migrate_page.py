@@ -53,6 +53,7 @@ FREE, IN_A_BODY = "lock_key=False", 'with redlock.lock("ledger", wait=5):'
 CHANGED: list[dict[str, Any]] = [
     {"args": ("sku",), "unique_for": 3600, "on_duplicate": "fail"},
     {"args": ("sku",), "unique_for": 60},
+    {"args": ("sku",), "unique_for": 60},
     {"unique_for": 60},
 ]
 
