@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from itertools import pairwise
 
 import pytest
 from celery.bin.celery import celery
@@ -10,7 +12,8 @@ from click.testing import CliRunner, Result
 
 from celery_redlock import Redlock
 from celery_redlock.lock.node_status import exchange_shared_settings, shared_settings_of
-from tests.conftest import PATIENCE, Nodes, eventually
+from celery_redlock.testing import embedded_nodes
+from tests.conftest import PATIENCE, Nodes, eventually, trust_nodes
 from tests.integration.conftest import MakeStage
 
 
@@ -51,6 +54,25 @@ def test_each_node_shows_the_settings_of_others(
     }
     assert exchange_shared_settings(second.session) == {}, "what was noted last stays"
     assert shared_settings_of(second.session) in exchange_shared_settings(first.session)
+
+
+def test_lists_one_node_apart_exclude_each_other_from_one_node_on_and_a_jump_does_not() -> None:
+    """As the page of changes says; `trust` with the second list spares the first step's wait."""
+    with embedded_nodes(4) as servers, ExitStack() as stack:
+        broker, *new = [server.url for server in servers]
+        lists = [[broker], [broker, *new[:1]], [broker, *new[:2]], [broker, *new], new]
+        made = (Redlock(urls, node_timeout=PATIENCE) for urls in lists)
+        clients = [stack.enter_context(client) for client in made]
+        clients[1].trust()
+        for old, newer in pairwise(clients):
+            for holder, other in ((old, newer), (newer, old)):
+                with holder.lock("k", wait=60) as lock:
+                    assert not other.lock("k").try_acquire()
+                    assert lock.held
+            trust_nodes(servers)
+        with clients[0].lock("k", wait=60) as lock, clients[2].lock("k") as beside:
+            assert lock.held
+            assert beside.held
 
 
 @pytest.mark.slow
