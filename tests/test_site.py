@@ -30,6 +30,7 @@ SEARCHED = [
 FIRST = {
     "coalesce": "how-to/debounce",
     "double click": "how-to/django",
+    "downtime": "operations/change-nodes",
     "enqueue": "how-to/deduplicate-calls",
     "FIFO": "how-to/strict-order",
     "flaky": "how-to/test",
@@ -40,6 +41,7 @@ FIRST = {
     "leader election": "how-to/one-beat",
     "live": "reference/cli",
     "lock every task": "how-to/existing-base-class",
+    "lock in a view": "how-to/django",
     "lock stuck": "how-to/clear-a-lock",
     "mutex": "getting-started/first-locked-task",
     "mutual exclusion": "getting-started/first-locked-task",
@@ -47,6 +49,7 @@ FIRST = {
     "per tenant": "how-to/rate-limit",
     "PostgreSQL": "how-to/postgresql",
     "rate limit": "how-to/rate-limit",
+    "rolling": "operations/change-nodes",
     "second click": "how-to/django",
     "semaphore": "how-to/limit-concurrency",
     "singleton": "how-to/deduplicate-calls",
