@@ -24,8 +24,9 @@ from celery_redlock import (
     SettingsError,
 )
 from celery_redlock.lock.engine.callers import LONGEST_SPIN
-from celery_redlock.lock.platform.clock import SystemClock
-from celery_redlock.lock.platform.coroutines import FEW_THREADS, MOST_THREADS, WorkItem
+from celery_redlock.lock.platform.clock import Platform, SystemClock
+from celery_redlock.lock.platform.coroutines import FEW_THREADS, MOST_THREADS, ThreadPool, WorkItem
+from celery_redlock.lock.platform.threads import start_thread
 from celery_redlock.signals import lock_acquired
 from tests.conftest import (
     FREED,
@@ -556,6 +557,48 @@ class TestThreads:
 
         with redlock.lock("r"):
             run(body)
+
+    @pytest.mark.parametrize("allowed", [1, FEW_THREADS])
+    def test_go_on_if_the_system_has_no_thread_left(self, allowed: int) -> None:
+        left, steps = iter(range(allowed)), 3 * FEW_THREADS
+
+        def start(run: Callable[[], None]) -> None:
+            if next(left, None) is None:
+                raise RuntimeError("can't start new thread")
+            start_thread(run)
+
+        clock = SystemClock()
+        clock.now = itertools.count().__next__  # each step is slow, so the pool wants to grow
+        threads = ThreadPool(Platform(clock, start_thread=start))
+        may_end, ended = threading.Event(), threading.Semaphore(0)
+        for _ in range(steps):
+            threads.add(WorkItem(may_end.wait, ended.release))
+        may_end.set()
+        assert all(ended.acquire(timeout=FREED) for _ in range(steps))
+        threads.close()
+        eventually(lambda: not threads.count)
+
+    @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+    def test_go_on_after_an_error_at_the_end_of_a_step(self) -> None:
+        def fail() -> None:
+            raise ValueError("own")
+
+        threads = ThreadPool(Platform(SystemClock()))
+        begun, told = threading.Event(), threading.Event()
+        may_end = threading.Event()
+        left_behind = WorkItem(lambda: begun.set() or may_end.wait(), told.set)
+        threads.add(left_behind)
+        assert begun.wait(FREED)
+        left_behind.then(fail)
+        may_end.set()
+        assert told.wait(FREED), "its coroutine waits for ever"
+        told.clear()
+        for _ in range(FEW_THREADS):
+            threads.add(WorkItem(bool, fail))
+        threads.add(WorkItem(bool, told.set))
+        assert told.wait(FREED), "no thread is left"
+        threads.close()
+        eventually(lambda: not threads.count)
 
     def test_of_a_forked_child_are_its_own(self, redlock: Redlock, nodes: Nodes) -> None:
         run(lambda: hold(redlock.lock("r")))

@@ -52,15 +52,15 @@ class ThreadPool:
     def _grow(self, most: int) -> None:
         """Start one more thread, up to `most`, if there is a step for it."""
         with self._mutex:
-            starts = self.count < min(most, self.unfinished)
-            self.count += starts
-        if starts:
+            if self.count >= min(most, self.unfinished):
+                return
+            self.count += 1
             try:
                 self._platform.start_thread(self._run)
-            except BaseException:  # the system has no thread left: another one may start later
-                with self._mutex:
-                    self.count -= 1
-                raise
+            except BaseException as error:  # the system has no thread left
+                self.count -= 1
+                if not self.count or not isinstance(error, Exception):
+                    raise  # else the threads that run do the steps
 
     def close(self) -> None:
         """End the threads after the steps that are already queued."""
@@ -69,6 +69,15 @@ class ThreadPool:
             self._steps.put(None)  # wakes one thread
 
     def _run(self) -> None:
+        try:
+            self._run_steps()
+        except BaseException:  # the end of a step failed: Python reports it, and the thread ends
+            with self._mutex:
+                self.count -= 1
+            self._grow(FEW_THREADS)  # otherwise the queued steps wait for ever
+            raise
+
+    def _run_steps(self) -> None:
         while True:
             try:
                 step = self._steps.get(True, 0.001 if self._closed else LINGER)
@@ -115,8 +124,10 @@ class WorkItem(Generic[T]):
         except BaseException as error:  # raised again in the coroutine
             self._errors.append(error)
         self.is_over = True
-        self._do_behind()
-        self._tell()
+        try:
+            self._do_behind()
+        finally:  # otherwise the coroutine waits for ever
+            self._tell()
 
     def skip(self) -> bool:
         """Prevent the call. Return False if it is running or over."""
