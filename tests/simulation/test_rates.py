@@ -220,3 +220,22 @@ def test_a_node_that_was_away_learns_of_a_start() -> None:
     stage.nodes[2].start()
     stage.at(3.5 * stage.options["node_timeout"])
     assert starts_on(stage) == [1, 1, 1]
+
+
+def test_a_start_without_a_body_is_given_back_to_nodes_that_went_away_before_it() -> None:
+    stage = Stage(ttl=TTL)
+    a = stage.actor("A")
+    a.tries(rate=ONE, body_follows=True)
+    for node in stage.nodes[:2]:
+        node.stop(keeps="all")
+    a.beside().tries("x")  # so the connections are known to be gone
+    stage.at(2 * SLACK)
+    a.begins()
+    assert isinstance(a.error, QuorumUnreachable)
+    a.releases()
+    stage.at(65)  # over a minute
+    assert starts_on(stage) == [1, 1, 0]
+    for node in stage.nodes[:2]:
+        node.start()
+    stage.at(65 + 3 * stage.options["node_timeout"])
+    assert starts_on(stage) == [0, 0, 0]

@@ -106,7 +106,7 @@ class StartNote:
     def settle(self, node: int) -> None: ...
 
 
-NOTED_FOR = 60.0  # seconds for which a node that is away can still learn of a start
+NOTED_FOR = 60.0  # seconds for which a start, which costs memory, is kept for a node that is away
 REPEATED_AFTER = (0.25, 1.0, 4.0)  # seconds after which an orphan is released once more
 
 
@@ -155,7 +155,9 @@ class Releaser:
         """Tell all nodes that a start whose body has not begun is free."""
         start.end()  # first: no request for it leaves after that
         nodes = [node for node in range(len(start.ends)) if node not in start.never_asked]
-        self._note(nodes, functools.partial(self.core.requests.cancel, start), CANCEL)
+        # until the nodes do not count it any more; only those that were asked for it are told
+        longest = start.key.rate.kept_ms(self.core.options.clock_drift) / 1000
+        self._note(nodes, functools.partial(self.core.requests.cancel, start), CANCEL, longest)
 
     def cancel_last(self, acquisition: Acquisition) -> None:
         """Give back the start that was asked for last, which other clients have."""
@@ -165,16 +167,19 @@ class Releaser:
     @uninterruptible
     def record(self, start: Start, started_at: float) -> None:
         """Tell the nodes that did not grant a start that its body has begun."""
-        clock, nodes = self.core.clock, range(len(start.ends))
+        clock = self.core.clock
+        nodes = [node for node in range(len(start.ends)) if node not in start.granted]
 
         def request() -> bytes:
             return self.core.requests.record(start, clock.now() - started_at)
 
-        self._note([node for node in nodes if node not in start.granted], request, RECORD)
+        self._note(nodes, request, RECORD, NOTED_FOR)
 
-    def _note(self, nodes: Sequence[int], request: Callable[[], bytes], script: Script) -> None:
+    def _note(
+        self, nodes: Sequence[int], request: Callable[[], bytes], script: Script, longest: float
+    ) -> None:
         core, now = self.core, self.core.clock.now()
-        note = StartNote(request, script, now + NOTED_FOR, core.clock, self.outbox)
+        note = StartNote(request, script, now + longest, core.clock, self.outbox)
         for node in nodes:
             core.nodes.send_to(node, note.command())
         core.watchdog.run_maintenance_by(now + core.nodes.timeout)

@@ -46,6 +46,7 @@ class AcquireRound(Round):
     __slots__ = ("_due", "_held_by", "_is_plain", "_lease", "_marker", "_resend", "abstaining",
                  "completed", "errors", "superseded", "tally")  # fmt: skip
     is_released = True  # a release follows
+    is_again = False  # whether an earlier round may have reached the nodes
 
     def __init__(
         self,
@@ -157,7 +158,7 @@ class AcquireRound(Round):
             if first and not self.decided:
                 self._resend(node, command, lease.sent if command.dated else None)
                 return
-        elif first:
+        elif first and not self.is_again:
             lease.never_asked.add(node)
         self.errors[node] = error
         if not self.decided:

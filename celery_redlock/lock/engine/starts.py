@@ -29,7 +29,7 @@ class StartRound(PermitRound):
     same start was asked for before.
     """
 
-    __slots__ = ("_is_repeated", "_take", "_young")
+    __slots__ = ("_is_repeated", "_take", "_young", "is_again")
     script, is_released = TAKE, False
 
     def __init__(
@@ -42,7 +42,8 @@ class StartRound(PermitRound):
         is_repeated: bool = False,
     ) -> None:
         super().__init__(start, resend, None, self._request_of, asked)
-        self._take, self._is_repeated, self._young = take, is_repeated, set[int]()
+        self._take, self._young = take, set[int]()
+        self.is_again = self._is_repeated = is_repeated
 
     def _request_of(self, permit: int | None) -> bytes:
         return self._take(permit, self._is_repeated)
