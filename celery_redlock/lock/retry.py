@@ -179,12 +179,14 @@ class Attempts:
         failure: Failure | None = first
         tried_at, hopeless_at, tries = clock.now(), clock.now() + HOPELESS, 0
         quiet = unclear_pause(0.0) if _is_unclear(first) else 0.0
-        while failure is not None and (now := clock.now()) < until and not session.is_closed:
+        while failure is not None and (now := clock.now()) < until:
+            caller.decided = False  # before it looks at its plan: a wake-up may come from now on
+            if session.is_closed:
+                break
             if not self._is_hopeless(failure):
                 hopeless_at = now + HOPELESS
             elif tried_at > hopeless_at:  # not `now`: a pause of the process must not count
                 break
-            caller.decided = False  # before it looks at its plan: a wake-up may come from now on
             split = hold.pause_of_split()
             pause = self._pause(caller, failure, tries) if split is None else split
             moment = min(now + pause, until)

@@ -16,22 +16,24 @@ import pytest
 from redis import Redis
 from redis.client import PubSub
 
-from celery_redlock import Redlock
+from celery_redlock import QuorumUnreachable, Redlock
 from celery_redlock.lock.engine.callers import LONGEST_SPIN, Caller
 from celery_redlock.lock.model.acquisition import Acquisition
 from celery_redlock.lock.model.handoff import LOOK
 from celery_redlock.lock.model.keys import inbox_channel, waiting_key
 from celery_redlock.lock.model.lease import Lease
-from celery_redlock.lock.platform.clock import Platform, SystemClock
-from celery_redlock.lock.platform.threads import start_thread
+from celery_redlock.lock.platform.clock import Platform, SystemClock, installed
+from celery_redlock.lock.platform.threads import DeadlineTimer, start_thread
 from celery_redlock.lock.transport import subscriber
 from celery_redlock.lock.transport.address import parse_address
 from celery_redlock.lock.transport.subscriber import Subscriber
 from celery_redlock.testing import EmbeddedNode
 from tests.conftest import FREED, NODE_TIMEOUT, Journal, Nodes, eventually, hearing, settle
 from tests.contract.conftest import MAJORITY, REDIS_SERVER, over
+from tests.contract.points import interrupt
 
 WAIT = 60.0  # s
+POINTS = 80  # at which the first pass of a wait may be interrupted, and some more
 
 now = SystemClock().now
 
@@ -173,6 +175,36 @@ class TestWoken:
             settle(rival)
             counts = nodes[0].client().info("commandstats")
         assert counts.get("cmdstat_evalsha", {}).get("calls", 0) < count
+
+
+def test_a_close_at_any_point_of_a_wait_ends_it(
+    redlock: Redlock, nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: list[bool] = []
+
+    class Rest(DeadlineTimer):
+        """What the caller sleeps on. After the close it does not sleep."""
+
+        def sleep(self, seconds: float) -> bool:
+            is_closed = made.session.is_closed
+            ended.append(super().sleep(0.0 if is_closed else seconds) or not is_closed)
+            return ended[-1]
+
+    platform = Platform(SystemClock(), new_sleeper=Rest)
+    with redlock.lock("r", wait=WAIT):
+        for node in nodes:
+            monkeypatch.setitem(
+                installed, parse_address(node.url, "test", "nodes").server, platform
+            )
+        for point in range(1, POINTS):
+            with over(nodes) as made:
+
+                def wait(made: Redlock = made) -> None:
+                    with pytest.raises(QuorumUnreachable, match="is closed"):
+                        made.lock("r", wait=WAIT).acquire()
+
+                assert interrupt(wait, point, made.close, ("retry.py",), "_wait")
+            assert all(ended), point
 
 
 class TestNotWoken:
