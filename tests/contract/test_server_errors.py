@@ -29,7 +29,9 @@ from redis.sentinel import Sentinel
 
 from celery_redlock import Lock, LockTaken, QuorumUnreachable, Redlock
 from celery_redlock.lock.node_status import ask_nodes
+from celery_redlock.lock.platform.clock import Platform, SystemClock, installed
 from celery_redlock.lock.server.error_hints import hint_of, is_misconfigured
+from celery_redlock.lock.server.guard import FORGOTTEN_AFTER
 from celery_redlock.lock.server.requests import GRANT
 from celery_redlock.lock.transport.connection import CONNECT_BUDGET
 from celery_redlock.testing import EmbeddedNode, embedded_nodes
@@ -433,6 +435,49 @@ def outlive_a_lease(lock: Lock) -> None:
     first = end_of(lock)
     eventually(lambda: time.monotonic() > first)
     assert lock.held
+
+
+class TestATroubleThatComesBack:
+    def test_after_the_node_has_answered_again_is_logged_again(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        words = "Authentication required"
+        with EmbeddedNode(requirepass=PASSWORD) as node, over([node.url]) as made:
+            for times in (1, 2):
+                cause_with(words, made, f"127.0.0.1:{node.port}")
+                causes_on_acquire(made)
+                assert len(eventually(lambda: said(caplog, words, times))) == times  # noqa: B023
+                with redis.Redis(port=node.port, password=PASSWORD) as client:
+                    client.config_set("requirepass", "")
+                    with made.lock("r", wait=30):
+                        pass
+                    client.config_set("requirepass", PASSWORD)
+                    client.client_kill_filter(_type="normal", skipme=True)
+
+    def test_long_after_is_logged_again_though_the_connection_stood(
+        self, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        words, clock = "used memory", SystemClock()
+        since, ahead = clock.now, 0.0
+        clock.now = lambda: since() + ahead
+        with EmbeddedNode() as node:
+            name = f"127.0.0.1:{node.port}"
+            monkeypatch.setitem(installed, name, Platform(clock))
+            with over([node.url]) as made:
+                for times in (1, 2):
+                    node.client().config_set("maxmemory", 1)
+                    cause_with(words, made, name)
+                    causes_on_acquire(made)
+                    assert len(eventually(lambda: said(caplog, words, times))) == times  # noqa: B023
+                    node.client().config_set("maxmemory", 0)
+                    made.lock("r", wait=30).acquire().release()
+                    ahead += 2 * FORGOTTEN_AFTER
+
+
+def said(caplog: pytest.LogCaptureFixture, words: str, times: int) -> list[str]:
+    """Return the lines at ERROR with these words, once there are so many."""
+    lines = [line for line in lines_of(caplog, "127.0.0.1") if words in line]
+    return lines if len(lines) >= times else []
 
 
 class TestAConnectionThatBreaks:

@@ -30,6 +30,7 @@ REPLACED = "another server has served under its address since"
 LONGEST_IDLE = 0.9  # of the grace period: after that, another server may have granted; clocks drift
 AGREES = 0.25  # s: the least difference for which a wall clock of our own is not used
 MOST_REFUSALS = 100  # error texts that are remembered, so that each is logged once
+FORGOTTEN_AFTER = 3600.0  # seconds without the error
 
 
 class RestartGuard:
@@ -67,7 +68,7 @@ class RestartGuard:
                 self._admit,
                 self.on_error_reply,
                 self._on_down,
-                lambda node: changed(node, None),
+                self._on_up,
             ),
             quorum=quorum_of(len(addresses)),
             longest_idle=math.inf if options.mode == "off" else LONGEST_IDLE * options.grace_period,
@@ -77,7 +78,8 @@ class RestartGuard:
     def forget(self) -> None:
         self.nodes.forget()
         self._servers: dict[str, int] = {}  # run id -> the node that is connected to it
-        self._refusals: set[tuple[int, str]] = set()
+        # by node, whether it refused a connection, and hint: monotonic seconds of the last one
+        self._refusals: dict[tuple[int, bool, str], float] = {}
         self.replaced_at: dict[int, float] = {}  # monotonic seconds of detection, by node
         self.same_server: tuple[str, str] | None = None  # names of two nodes that are one server
 
@@ -122,16 +124,30 @@ class RestartGuard:
 
     def _on_down(self, node: Node, error: NodeError, was_down: bool) -> None:
         """Report that a node is down; only once if an operator must fix the cause."""
-        if self._is_news(node.index, error.cause) if hint_of(error.cause) else not was_down:
+        is_news = not was_down
+        if hint_of(error.cause):
+            is_news = self._is_news(node.index, error.cause, at_connect=not error.lost)
+        if is_news:
             self._changed(node, error)
 
-    def _is_news(self, node: int, text: str) -> bool:
-        """Return whether no error with the same hint came before: texts vary, as by a digest."""
-        refusal = (node, hint_of(text) or text)
-        if refusal in self._refusals or len(self._refusals) >= MOST_REFUSALS:
+    def _on_up(self, node: Node) -> None:
+        """Report that a node answers again; it connects, so its last refusal of that has ended."""
+        for refusal in list(self._refusals):  # not error replies: a replica connects each time
+            if refusal[:2] == (node.index, True):
+                self._refusals.pop(refusal, None)
+        self._changed(node, None)
+
+    def _is_news(self, node: int, text: str, *, at_connect: bool = False) -> bool:
+        """Return whether no error with the same hint came lately: texts vary, as by a digest."""
+        refusal, now = (node, at_connect, hint_of(text) or text), self._clock.now()
+        for one, at in self._refusals.copy().items():
+            if now - at > FORGOTTEN_AFTER:
+                self._refusals.pop(one, None)
+        is_news = refusal not in self._refusals
+        if is_news and len(self._refusals) >= MOST_REFUSALS:
             return False
-        self._refusals.add(refusal)
-        return True
+        self._refusals[refusal] = now
+        return is_news
 
     # the tenures; all in the turn of reading, except for calls from `keep_alive`
 
