@@ -9,8 +9,10 @@ import pytest
 from celery import Celery
 
 from celery_redlock import LockedTask, Redlock
+from celery_redlock.lock.transport.node import UNREAD_FOR
 from celery_redlock.tasks.per_app import redlock_of
 from tests.conftest import NODE_TIMEOUT, PATIENCE, TTL, Nodes, eventually, settle
+from tests.contract.proxy import Proxy, Way
 
 
 def fields(caplog: pytest.LogCaptureFixture, event: str) -> list[dict[str, object]]:
@@ -87,3 +89,23 @@ def test_an_idle_process_tells_of_a_node_only_if_it_is_not_back_and_of_its_retur
         mortal_nodes[0].start()
         (back,) = eventually(lambda: fields(caplog, "node_recovered"))
         assert back["node"] == failed["node"] == node.name
+
+
+def test_connections_that_servers_end_while_they_are_idle_are_no_failure(
+    network: list[Proxy], caplog: pytest.LogCaptureFixture
+) -> None:
+    urls = [line.url for line in network]
+    with Redlock(urls, node_timeout=PATIENCE, restart_guard="off") as redlock:
+        settle(redlock)
+        nodes = redlock.session.nodes.all
+        before = [node.connection for node in nodes]
+        for connection, line in zip(before, network, strict=True):
+            assert connection is not None
+            connection.opened_at = connection.used_at = connection.used_at - 2 * UNREAD_FOR
+            line.half_close(Way.TO_CLIENT)
+        with redlock.lock("r") as lock:
+            assert lock.held
+        eventually(lambda: all(node.connection not in (None, *before) for node in nodes))
+        settle(redlock)
+        eventually(lambda: not redlock.session.watchdog.is_busy)
+    assert not fields(caplog, "node_failed")

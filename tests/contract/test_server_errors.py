@@ -34,6 +34,7 @@ from celery_redlock.lock.server.error_hints import hint_of, is_misconfigured
 from celery_redlock.lock.server.guard import FORGOTTEN_AFTER
 from celery_redlock.lock.server.requests import GRANT
 from celery_redlock.lock.transport.connection import CONNECT_BUDGET
+from celery_redlock.lock.transport.node import UNREAD_FOR
 from celery_redlock.testing import EmbeddedNode, embedded_nodes
 from celery_redlock.testing.servers import claim_port
 from tests.conftest import (
@@ -855,6 +856,20 @@ class TestTls:
                 outlive_a_lease(lock)
                 assert not is_free([tls_node.node], "r")
             eventually(lambda: is_free([tls_node.node], "r"))
+
+    def test_a_connection_that_the_server_ends_while_it_is_idle_is_no_failure(
+        self, tls_node: TlsNode, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        with over([tls_node.trusted_url]) as made:
+            made.lock("r", wait=30).acquire().release()
+            settle(made)
+            connection = made.session.nodes.all[0].connection
+            assert connection is not None
+            connection.opened_at = connection.used_at = connection.used_at - 2 * UNREAD_FOR
+            kill_clients(tls_node.node)
+            made.lock("r").acquire().release()
+            eventually(lambda: not made.session.watchdog.is_busy)
+        assert not lines_of(caplog, "127.0.0.1")
 
     def test_many_threads_share_the_connection(self, tls_node: TlsNode) -> None:
         def work(name: str) -> None:

@@ -27,6 +27,7 @@ BUSY = "another thread was at its connection for too long"
 # causes that are no failure of the node
 STALE = "idle for too long: another server may have answered meanwhile"
 ENDED_IDLE = "closed by the server while no command waited"
+UNREAD_FOR = 1.0  # seconds without a write, after which a connection may be at its end
 LONGEST_CAUSE = 500  # characters of an error that are kept
 LINGER = 30.0  # seconds that the connecting thread waits for its next use
 
@@ -93,7 +94,7 @@ class Node:
     ) -> None:
         self.index, self.address, self.name, self.timeout = index, address, address.name, timeout
         self.connect_budget = connect_budget(timeout)
-        self._longest_idle = longest_idle
+        self._longest_idle, self._unread_for = longest_idle, min(UNREAD_FOR, longest_idle)
         self._platform, self._clock = platform, platform.clock
         self._mailbox, self._gate = mailbox, gate
         self.forget()
@@ -146,8 +147,7 @@ class Node:
             else:
                 connection.read(keeps_gil=keeps_gil)
         except OSError as error:
-            was_idle = not connection.in_flight and not isinstance(error, GarbledError)
-            self.drop(connection, ENDED_IDLE if was_idle else _text_of(error))
+            self.drop(connection, _cause_of(connection, error))
         if connection.write_buffer:
             self.jobs.do(self._flush)
         elif self.jobs.pending:
@@ -193,9 +193,8 @@ class Node:
 
     def _write(self, entries: Sequence[Entry], keeps_gil: bool = True) -> None:
         connection, wanted = self.connection, entries
-        if connection is not None and entries[-1][1] - connection.used_at > self._longest_idle:
-            self._give_up(connection, STALE)
-            connection = None
+        if connection is not None and entries[-1][1] - connection.used_at > self._unread_for:
+            connection = self._unless_ended(connection, entries[-1][1])
         for command, _, _ in entries:
             if not command.handler.wanted:
                 wanted = [entry for entry in entries if entry[0].handler.wanted]
@@ -215,6 +214,18 @@ class Node:
         else:
             why = self.error or NodeError(self.name, "not connected")
             self._mailbox.put(Report(self.index, deque(entries), why, None))
+
+    def _unless_ended(self, connection: Connection, now: float) -> Connection | None:
+        """Return a connection without a recent write; give it up if it has ended, or is too old."""
+        cause = STALE if now - connection.used_at > self._longest_idle else ""
+        if not cause and not connection.in_flight:
+            try:
+                connection.read()  # otherwise a command would be lost with it
+            except OSError as error:
+                cause = _cause_of(connection, error)
+        if cause:
+            self._give_up(connection, cause)
+        return self.connection
 
     def _flush(self) -> None:
         connection = self.connection
@@ -326,6 +337,11 @@ class Node:
                 cause = self.address.cause_of(error, self.timeout)
                 error = NodeError(self.name, escaped(cause.rstrip("."), LONGEST_CAUSE))
             self.jobs.do(functools.partial(self._connect_failed, error))
+
+
+def _cause_of(connection: Connection, error: OSError) -> str:
+    is_idle = not connection.in_flight and not isinstance(error, GarbledError)
+    return ENDED_IDLE if is_idle else _text_of(error)
 
 
 def _text_of(error: OSError) -> str:

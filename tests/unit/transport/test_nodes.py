@@ -19,6 +19,7 @@ from celery_redlock.lock.transport.command import (
     encode_command,
     read_number,
 )
+from celery_redlock.lock.transport.node import UNREAD_FOR
 from tests.conftest import eventually
 from tests.unit.transport.ends import PATIENCE, Kept, Pairs, echo
 
@@ -187,6 +188,20 @@ class TestReconnecting:
         first.wait_closed()
         assert nodes.changes == [], "the node has not failed"
         nodes.close()
+
+    def test_a_command_is_not_lost_with_a_connection_that_ended_while_idle(
+        self, node: Pairs
+    ) -> None:
+        handler, first, connection = Kept(), node.server(), node.all[0].connection
+        assert connection is not None
+        first.socket.close()
+        connection.opened_at = connection.used_at = connection.used_at - 2 * UNREAD_FOR
+        node.send(echo("a", handler))
+        second = eventually(lambda: node.addresses[0].servers[1:])[0]
+        assert second.read_command() == [b"ECHO", b"a"]
+        second.say(b":1\r\n")
+        settled(node, handler)
+        assert (handler.replies, handler.errors, node.changes) == ([(0, 1)], [], [])
 
     def test_an_idle_connection_that_cannot_be_made_anew_is_told(self) -> None:
         nodes, handler = Pairs(1, longest_idle=10.0), Kept()
