@@ -292,3 +292,25 @@ for _ in range(2):
 
 def test_names_that_another_declares_are_not_a_locks_options() -> None:
     run(BEGINNING + LOCKED + 'shop = app_of("shop")\ndef take(sku): ...\n' + NOT_FORGOTTEN)
+
+
+UNREGISTERED = """
+from celery import Celery
+from celery_redlock import LockedTask
+
+app = Celery(broker="memory://")
+app.conf.redlock_nodes = ["redis://a"]
+
+class Take(LockedTask):
+    name, lock_ttl = "take", 21
+    def run(self): ...
+
+print(Take().lock_options()["ttl"].value, Take.app is app)
+"""
+
+
+def test_a_class_that_no_app_has_registered_goes_by_the_current_app(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", UNREGISTERED], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert done.stdout == "21 True\n", done.stderr
