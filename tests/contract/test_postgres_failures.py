@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ import pytest
 
 from celery_redlock import LockTaken, QuorumUnreachable, Redlock
 from celery_redlock.lock.node_status import read_nodes
+from celery_redlock.lock.transport.node import LONGEST_RECONNECT
 from tests.conftest import NODE_TIMEOUT, TTL, end_of, eventually, see_renewal, settle
-from tests.postgres import PostgresNode, Standby, standby
+from tests.postgres import PostgresNode, Standby, pooler, standby
 
 RUN = "SELECT convert_from(value, 'UTF8') FROM redlock.key WHERE name = '{redlock}:run'"
 QUIET = "SELECT 1 FROM redlock.key WHERE name = '{redlock}:quiet'"
@@ -46,10 +48,10 @@ def failover_url(first: PostgresNode, second: PostgresNode) -> str:
     return f"postgresql://postgres@{hosts}/postgres?target_session_attrs=read-write"
 
 
-def is_refused(rival: Redlock) -> bool:
+def is_refused(rival: Redlock, name: str = "r") -> bool:
     """Return whether a rival does not get the lock, whatever the reason."""
     try:
-        return not rival.lock("r", ttl=TTL).try_acquire()
+        return not rival.lock(name, ttl=TTL).try_acquire()
     except QuorumUnreachable:
         return True
 
@@ -205,6 +207,38 @@ class TestASynchronousStandby:
             assert time.monotonic() - began < 2 * NODE_TIMEOUT + STALL
             other.start()
             assert redlock.lock("r", ttl=TTL).try_acquire(wait=60)
+
+    @pytest.mark.parametrize("through", ["no pooler", "a pooler"])
+    def test_no_overdue_call_outlives_its_connection(
+        self, node: PostgresNode, pool: ThreadPoolExecutor, through: str
+    ) -> None:
+        with standby(node, synchronous=True) as other, pooler(node) as between:
+            url = node.url if through == "no pooler" else between.url
+            with over(url, node_timeout=0.5) as redlock, over(url) as slow:
+                other.kill()
+                for _ in range(3):
+                    eventually(lambda: redlock.session.nodes.all[0].connection)
+                    two = [pool.submit(is_refused, redlock, name) for name in ("r", "s")]
+                    assert all(one.result() for one in two)
+                eventually(lambda: not node.query(WAITS_FOR_STANDBY))
+                left = pool.submit(is_refused, slow, "t")
+                eventually(lambda: node.query(WAITS_FOR_STANDBY))
+            assert left.result()
+            eventually(lambda: not node.query(WAITS_FOR_STANDBY))
+
+    def test_a_client_that_tries_again_and_again_connects_once_a_second(
+        self, node: PostgresNode
+    ) -> None:
+        with standby(node, synchronous=True) as other, over(node.url, node_timeout=0.2) as redlock:
+            [client], opened = redlock.session.nodes.all, set[float]()
+            other.kill()
+            while len(opened) < 4:
+                connection = eventually(lambda: client.connection)
+                opened.add(connection.opened_at)
+                assert is_refused(redlock)
+            moments = sorted(opened)
+            for before, after in pairwise(moments):
+                assert after - before >= LONGEST_RECONNECT
 
 
 class TestAPause:

@@ -109,7 +109,7 @@ class PostgresDialled:
         return reply
 
     def disconnect(self) -> None:
-        self.pipeline.close()
+        self.pipeline.cancel()
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ The same surface as `RedisConnection`, for `lock/transport/node.py` and `nodes.p
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from celery_redlock.lock.postgres.pipeline import Pipeline
@@ -21,7 +21,7 @@ class PostgresConnection:
 
     def __init__(self, pipeline: Pipeline, peer: Peer) -> None:
         self._pipeline, self.peer, self.run_id = pipeline, peer, peer.run_id
-        self.poisoned = False
+        self.poisoned = self._is_overdue = False
         self.discarded = ""
         self.opened_at = self.used_at = 0.0
         self.socket = pipeline  # for a poll
@@ -63,7 +63,14 @@ class PostgresConnection:
 
     def close(self, *, reset: bool) -> None:
         """Close the connection; reset: at once. What was written may be executed then, too."""
+        if self._is_overdue:
+            return  # its canceller closes it
         if reset:
             self._pipeline.close()
         else:
             self._pipeline.finish()
+
+    def canceller(self) -> Callable[[], None]:
+        """Return what ends the overdue calls and closes. Reads no more: two readers would hang."""
+        self.poisoned = self._is_overdue = True
+        return self._pipeline.cancel

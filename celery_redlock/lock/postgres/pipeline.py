@@ -42,6 +42,7 @@ _CALLS = {
 _COMMAND = _SETTINGS + b"redlock.command($2)"
 _BYTEA, _BYTEA_ARRAY, _TEXT = 17, 1001, 25  # Source: pg_type.dat of PostgreSQL
 LOCK_TIMEOUT = 0.5  # of the node timeout: how long a call waits for a row before it costs its vote
+CANCEL_AGAIN = 0.02  # seconds: a cancel request that comes between two calls has no effect
 _ISOLATE = b"SET transaction_isolation TO 'read committed'"  # of the transaction up to the sync
 
 
@@ -57,7 +58,7 @@ def encoded_array(words: Sequence[bytes]) -> bytes:
 class Pipeline:
     """Calls in flight on one libpq connection, and their replies, in order.
 
-    Only `exchange` and `finish` wait.
+    Only `exchange`, `finish` and `cancel` wait.
     timeout: seconds for a reply. A call that waits for a row or a turn for a part of them is
     answered by an error. After an OSError the connection is at its end.
     """
@@ -132,7 +133,30 @@ class Pipeline:
                 while self._outstanding and self.exchange(until):
                     pass
         finally:
+            self.cancel(LOCK_TIMEOUT * self._timeout)
+
+    def cancel(self, timeout: float | None = None) -> None:
+        """Cancel the calls that still run, and close. timeout: seconds; None: a node timeout.
+
+        A commit that waits for its standby looks at no socket, so its process would outlive a close
+        for as long. Closes last: a pooler knows no call of a client that has gone.
+        """
+        until = CLOCK.now() + (self._timeout if timeout is None else timeout)
+        try:
+            with suppress(OSError, ValueError, psycopg.Error):  # the latter: of libpq before 17
+                while self._outstanding and hasattr(self.connection, "cancel_conn"):
+                    self._request_cancel(until)
+                    self.exchange(min(until, CLOCK.now() + CANCEL_AGAIN))
+        finally:
             self.close()
+
+    def _request_cancel(self, until: float) -> None:
+        request = self.connection.cancel_conn()  # PQcancel of an older libpq would keep the GIL
+        request.start()
+        while (state := request.poll()) not in (pq.PollingStatus.OK, pq.PollingStatus.FAILED):
+            writes = state == pq.PollingStatus.WRITING
+            if not ready(request.socket, writes=writes, reads=not writes, until=until):
+                raise TimeoutError
 
     def close(self) -> None:
         self.connection.finish()

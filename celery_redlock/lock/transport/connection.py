@@ -12,7 +12,7 @@ import socket
 import ssl
 import struct
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
@@ -81,6 +81,9 @@ class Connection(Protocol):
     def read(self, *, keeps_gil: bool = True) -> None: ...
 
     def close(self, *, reset: bool) -> None: ...
+
+    def canceller(self) -> Callable[[], None] | None:
+        """Return what ends calls that would outlive a close, and closes: it may wait. Else None."""
 
 
 class RedisConnection:
@@ -178,6 +181,8 @@ class RedisConnection:
                 self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
         self._dialled.disconnect()
         self.socket.close()  # again, if an exception interrupted the line above
+
+    def canceller(self) -> None: ...
 
 
 class DialledParser(DefaultParser):  # type: ignore[misc, valid-type]

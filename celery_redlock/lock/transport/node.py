@@ -5,6 +5,7 @@ On one ordered connection, no command overtakes an earlier one.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -111,6 +112,7 @@ class Node:
         self._failures, self._retry_at = 0, 0.0
         self._connect_by = 0.0  # monotonic seconds until which callers wait for the connect
         self._queued: list[Entry] = []
+        self._cancellers = deque[Callable[[], None]]()  # of overdue connections
 
     @property
     def outstanding(self) -> bool:
@@ -238,15 +240,18 @@ class Node:
     def _give_up(self, connection: Connection, cause: str) -> None:
         if self.connection is not connection:
             return
-        error = NodeError(self.name, cause, lost=True)
+        error, rests = NodeError(self.name, cause, lost=True), cause == ENDED_IDLE
         if self.overdue(self._clock.now()):
             self._failures = 1  # callers do not wait for the next connect
+            if (canceller := connection.canceller()) is not None:
+                self._cancellers.append(canceller)
+                rests = True
         # Emptied and closed in the turn of reading. Otherwise a thread that has read a reply would
         # match it with the next command, or a thread at the socket would read another file.
         # Reported first: after an exception it is reported twice, but no command is lost.
         self._mailbox.put(Report(self.index, connection.in_flight, error, connection))
-        # a server that ends each new connection would be connected to without a rest
-        rest_until = connection.opened_at + LONGEST_RECONNECT if cause == ENDED_IDLE else 0.0
+        # a server that ends or blocks each new connection would be connected to without a rest
+        rest_until = connection.opened_at + LONGEST_RECONNECT if rests else 0.0
         self.connection, self.error, self._retry_at = None, error, rest_until
 
     def _close(self) -> None:
@@ -255,6 +260,7 @@ class Node:
             connection.close(reset=False)
         self.connection, self._closed = None, True
         self._queued.clear()
+        self._cancel_overdue()
         if self._connector is not None:  # last: ends its thread
             self._connector.wake()
 
@@ -325,9 +331,15 @@ class Node:
 
         self._gate.admit(self.index, info, use)
 
+    def _cancel_overdue(self) -> None:
+        with contextlib.suppress(IndexError):  # none, or another thread has it
+            while True:
+                self._cancellers.popleft()()
+
     def _connect(self) -> None:
         dialled = None
         try:
+            self._cancel_overdue()
             dialled = self.address.dial(self.connect_budget, self.timeout)
             self.adopt(dialled, self._gate.handshake(dialled, self.index))
         except Exception as error:  # also an error of the user's credential provider
