@@ -23,6 +23,7 @@ from tests.contract.postgres_calls import (
     TTL,
     Call,
     Session,
+    done,
     grant,
     permit,
     postgres,
@@ -97,22 +98,68 @@ def test_an_error_costs_one_call_at_any_isolation(
     assert ask(command, grant(ONE)) == 1
 
 
-def test_a_sweep_deletes_a_part_in_one_call_and_the_next_after_10_s(node: PostgresNode) -> None:
-    node.query(
-        "INSERT INTO redlock.key SELECT sha256(('x' || i)::bytea), ('x' || i)::bytea, 'v',"
-        " now() - interval '5 minutes' FROM generate_series(1, 5000) AS i"
-    )
-    node.query("INSERT INTO redlock.item SELECT id, 'field', 1 FROM redlock.key WHERE value = 'v'")
-    node.query("UPDATE redlock.swept SET at = '-infinity'")
+SWEPT = "UPDATE redlock.swept SET at = at - interval '2 minutes'"
+ADDED = (
+    "INSERT INTO redlock.key SELECT sha256(n), n, 'v', now() - %s::text::interval"
+    " FROM (SELECT ({} || i)::bytea AS n FROM generate_series(1, %s) AS i) AS names"
+    " ON CONFLICT DO NOTHING"
+)
+READ = (
+    "SELECT seq_tup_read + idx_tup_fetch FROM pg_stat_xact_user_tables"
+    " WHERE schemaname = 'redlock' AND relname = 'key'"
+)
+
+
+def test_a_sweep_goes_on_at_each_call_until_it_has_seen_all_rows(node: PostgresNode) -> None:
+    node.empty()
+    node.query(ADDED.format("'x'"), "5 minutes", 1200)
+    node.query("INSERT INTO redlock.item SELECT id, 'field', 1 FROM redlock.key")
+    node.query(SWEPT)
     left = []
-    for later in (0, 0, 10, 10, 10, 60):
-        node.query("UPDATE redlock.swept SET at = at - %s * interval '1 second'", later)
+    for _ in range(4):
         node.query("SELECT redlock.sweep()")
         left += node.query(
             "SELECT count(*), (SELECT count(*) FROM redlock.item) FROM redlock.key"
             " WHERE value = 'v'"
         )
-    assert left == [(3000, 3000), (3000, 3000), (1000, 1000), (0, 0), (0, 0), (0, 0)]
+    node.query(ADDED.format("'y'"), "5 minutes", 1)
+    node.query("SELECT redlock.sweep()")  # the next one begins after a minute
+    assert left == [(700, 700), (200, 200), (0, 0), (0, 0)]
+    assert node.query("SELECT count(*) FROM redlock.key WHERE value = 'v'") == [(1,)]
+
+
+def test_a_ping_sweeps_for_a_part_of_the_node_timeout(node: PostgresNode) -> None:
+    node.empty()
+    node.query(ADDED.format("'x'"), "5 minutes", 1200)
+    node.query(SWEPT)
+    assert postgres(address_of(node.url))("PING") == "PONG"
+    assert node.query("SELECT count(*) FROM redlock.key WHERE value = 'v'") == [(0,)]
+
+
+def test_a_part_of_a_sweep_reads_no_more_rows_if_there_are_more(node: PostgresNode) -> None:
+    node.empty()
+    node.query(ADDED.format("'x'"), "-1 hour", 5000)
+    node.query("ANALYZE redlock.key")
+    node.query(SWEPT)
+    with closing(node.connect()) as session, session.transaction():
+        session.execute("SELECT redlock.sweep()")
+        row = session.execute(READ).fetchone()
+    assert row is not None
+    assert 500 <= row[0] < 2500
+
+
+def test_a_lock_that_a_sweep_could_delete_is_granted(
+    node: PostgresNode, sessions: list[Session]
+) -> None:
+    node.query(ADDED.format(f"'{LOCK}'"), "5 minutes", 1)
+    node.query(ADDED.format(f"'{LOCK}'"), "2 hours", 2)
+    node.query(SWEPT)
+    sweeping = sessions[1].connection
+    sweeping.execute("SELECT redlock.sweep()")
+    left = sweeping.execute("SELECT convert_from(name, 'UTF8') FROM redlock.key").fetchall()
+    assert left == [(f"{LOCK}1",)]
+    assert done(sessions[0], grant(ONE, f"{LOCK}1")) == 1
+    sweeping.rollback()
 
 
 def test_an_operator_of_another_role_is_not_run(node: PostgresNode, command: Command) -> None:
