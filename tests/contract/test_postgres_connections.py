@@ -292,6 +292,27 @@ class TestMessages:
         url = f"{pool_of.url}?listen_host=127.0.0.1&listen_port={wrong}"
         assert cause in self.unheard(url, pool, caplog)
 
+    def test_a_channel_that_was_left_takes_no_part_in_a_ping(self, node: PostgresNode) -> None:
+        pubsub, spoke, told = address.address_of(node.url).pubsub(PATIENCE, PATIENCE), False, []
+
+        def hears(count: int) -> bool:
+            nonlocal spoke
+            heard, replies = pubsub.receive()
+            spoke |= heard
+            told.extend(replies)
+            return len(told) == count
+
+        for channel in ("first", "other"):
+            pubsub.send("SUBSCRIBE", channel)
+        eventually(lambda: hears(2))
+        pubsub.send("UNSUBSCRIBE", "first")
+        eventually(lambda: hears(3))
+        assert told[2] == [b"unsubscribe", b"first", 0]
+        spoke = False
+        pubsub.send("PING", "")
+        eventually(lambda: hears(3) and spoke)
+        pubsub.disconnect()
+
     def test_a_terminated_listener_is_replaced(
         self, node: PostgresNode, pool: ThreadPoolExecutor
     ) -> None:

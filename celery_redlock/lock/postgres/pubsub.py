@@ -27,6 +27,7 @@ class PostgresPubSub:
     def __init__(self, pipeline: Pipeline, *, hears: bool = True) -> None:
         self._pipeline, self._hears = pipeline, hears
         self._names: dict[bytes, bytes] = {}  # channels by their name in PostgreSQL
+        self._left: list[Any] = []  # the replies to UNSUBSCRIBE
 
     def fileno(self) -> int:
         return self._pipeline.fileno()
@@ -40,12 +41,18 @@ class PostgresPubSub:
             verb, channel = "ECHO", next(iter(self._names.values()), b"")
         elif verb == "SUBSCRIBE":
             self._names[_name_of(channel)] = channel
+        elif (
+            verb == "UNSUBSCRIBE"
+        ):  # first of all: on what is not heard, no message to itself comes
+            self._names.pop(_name_of(channel), None)
+            self._left.append([b"unsubscribe", channel, 0])
         self._pipeline.send(b"*2\r\n" + encode_text(verb) + encode_bulk(channel))
         self._pipeline.flush()
 
     def receive(self) -> tuple[bool, list[Any]]:
         """Return whether a message has come, and the replies as of Redis. Raises OSError."""
-        pipeline, found, heard = self._pipeline, [], False
+        pipeline, heard = self._pipeline, False
+        found, self._left = self._left, []
         pipeline.flush()
         pipeline.receive()
         while pipeline.replies:
