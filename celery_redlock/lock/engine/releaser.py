@@ -26,6 +26,7 @@ from celery_redlock.lock.server.requests import CANCEL, RECORD, RELEASE
 from celery_redlock.lock.transport.command import Command, Script, UnexpectedReplyError
 from celery_redlock.lock.transport.nodes import Nodes
 
+CONFIRMED = 2  # reply: a transaction has confirmed the lock, and has to end first
 DELIVERED_FOR = 1.5  # ttls: by then every node has dropped our key, with or without a release
 
 
@@ -332,13 +333,13 @@ class KeyRelease:
     def on_reply(self, node: int, sent: float, reply: Any, run_id: str) -> None:
         """Record whether the node still had the key. Raises UnexpectedReplyError."""
         is_error = type(reply) is ReplyError
-        if not is_error and (type(reply) is not int or reply not in (0, 1)):
+        if not is_error and (type(reply) is not int or reply not in (0, 1, CONFIRMED)):
             raise UnexpectedReplyError(reply)
         first = node not in self._heard
         self._heard.add(node)
         if self.lease.asked_again:  # a lost acquire request may still run
             self._releaser.expect_late_grant(self)
-        if is_error and self._core.clock.now() < self.until:
+        if (is_error or reply == CONFIRMED) and self._core.clock.now() < self.until:
             self._releaser.outbox.put(node, self)  # for later: the node is loading, busy, or full
         else:
             self.settle(node)

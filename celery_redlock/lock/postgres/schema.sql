@@ -499,10 +499,13 @@ BEGIN
   IF a[3] <> '1' THEN
     ids := array(SELECT sha256(n) FROM unnest(redlock.permits(k[1], a[3])) AS n);
   END IF;
-  DELETE FROM redlock.key
-  WHERE id = ANY (ids) AND value = a[1] AND (expires_at IS NULL OR expires_at > at);
-  IF NOT FOUND THEN
-    RETURN redlock.integer(0);
+  DELETE FROM redlock.key WHERE id = ANY (array(
+    SELECT k.id FROM redlock.key k
+    WHERE k.id = ANY (ids) AND k.value = a[1] AND (k.expires_at IS NULL OR k.expires_at > at)
+    FOR UPDATE SKIP LOCKED));
+  IF NOT FOUND THEN  -- 2: a transaction has confirmed it. All calls behind this one would wait, too
+    RETURN redlock.integer(2 * EXISTS (SELECT FROM redlock.key
+      WHERE id = ANY (ids) AND value = a[1] AND (expires_at IS NULL OR expires_at > at))::int);
   END IF;
   IF a[2] <> '' AND EXISTS (SELECT FROM redlock.key WHERE id = sha256(k[2])) THEN
     PERFORM redlock.announce(k[2], a[2], a[1], at);
