@@ -313,4 +313,4 @@ def test_a_class_that_no_app_has_registered_goes_by_the_current_app(tmp_path: Pa
     done = subprocess.run(
         [sys.executable, "-c", UNREGISTERED], capture_output=True, text=True, cwd=tmp_path
     )
-    assert done.stdout == "21 True\n", done.stderr
+    assert done.stdout == "21.0 True\n", done.stderr

@@ -41,9 +41,7 @@ class PostgresPubSub:
             verb, channel = "ECHO", next(iter(self._names.values()), b"")
         elif verb == "SUBSCRIBE":
             self._names[_name_of(channel)] = channel
-        elif (
-            verb == "UNSUBSCRIBE"
-        ):  # first of all: on what is not heard, no message to itself comes
+        elif verb == "UNSUBSCRIBE":  # first: an ECHO on what is not heard would not come back
             self._names.pop(_name_of(channel), None)
             self._left.append([b"unsubscribe", channel, 0])
         self._pipeline.send(b"*2\r\n" + encode_text(verb) + encode_bulk(channel))
