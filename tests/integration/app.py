@@ -21,6 +21,7 @@ from typing import Any
 import celery.worker.request
 import redis
 from celery import Celery, Task, chord, signature
+from celery.backends.redis import RedisBackend
 from celery.exceptions import Ignore, Reject, SoftTimeLimitExceeded
 from celery.signals import (
     after_task_publish,
@@ -937,6 +938,22 @@ once_skips = unique(name="tests.once_skips", lock_on_conflict="skip")(once)
 once_fails = unique(name="tests.once_fails", lock_on_conflict="fail")(once)
 once_to_start = unique(name="tests.once_to_start", lock_unique_until="started")(once)
 once_expires = unique(name="tests.once_expires", expires=100)(once)
+
+
+class Unstoring(RedisBackend):
+    """A result backend that takes no RETRY and no empty result."""
+
+    def store_result(self, task_id: str, result: Any, state: str, *args: Any, **more: Any) -> Any:
+        if state == "RETRY" or (state == "SUCCESS" and not result):
+            raise ValueError("not stored")
+        return super().store_result(task_id, result, state, *args, **more)
+
+
+unstored = functools.partial(
+    unique, backend=Unstoring(app=app, url=os.environ.get("TEST_BACKEND", "redis://nowhere"))
+)
+once_unstored = unstored(name="tests.once_unstored")(once)
+once_unstored_late = unstored(name="tests.once_unstored_late", acks_late=True)(once)
 once_by_args = unique(name="tests.once_by_args", lock_key=None, lock_args=["key"])(once)
 DEBOUNCE = 4.0  # s: longer than a burst of sends takes
 debounced = {"lock_unique_for": None, "lock_debounce": DEBOUNCE}

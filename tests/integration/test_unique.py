@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -137,6 +138,20 @@ class TestASecondSend:
         see_window_end(stage, key)
         assert len(ran(stage, key)) == 2
 
+    @pytest.mark.parametrize("name", ["once_unstored", "once_unstored_late"])
+    def test_is_the_first_one_through_a_retry_that_is_not_stored(
+        self, stage: Stage, key: str, name: str
+    ) -> None:
+        task = getattr(stage.tasks, name)
+        first = task.delay(key, "retry", "stored")
+        stage.log.with_name(key).touch()
+        eventually(lambda: len(ran(stage, key)) == 2)
+        eventually(lambda: status(stage, first) == "FAILURE")
+        assert task.delay(key).id == first.id
+        stage.log.with_name(f"{key} again").touch()
+        see_window_end(stage, key)
+        assert len(ran(stage, key)) == 2
+
     def test_of_another_task_with_the_same_lock_is_sent(self, stage: Stage, key: str) -> None:
         with stage.tasks.once_early.lock_for(key, wait=60):
             first = stage.tasks.once_early.delay(key, value="first")
@@ -164,6 +179,9 @@ ENDS = {
     "raises, acknowledged late": ("once_late", "raise", {}),
     "ignores": ("once_early", "ignore", {}),
     "rejects": ("once_late", "reject", {}),
+    "asks in vain to be requeued": ("once_early", "requeue", {}),
+    "has a result that is not stored": ("once_unstored", "", {}),
+    "has a result that is not stored, acknowledged late": ("once_unstored_late", "", {}),
     "replaces itself": ("once_early", "replace", {}),
     "is killed": ("once_early", "die", {}),
     "has its hard limit": ("once_early", "stay", {"time_limit": 8}),  # s: the body begins by then
@@ -622,6 +640,33 @@ def test_a_run_that_fails_between_its_grant_and_its_body_runs_beside_a_free_lock
     unique = {"name": f"beside:{key}", "token": "7" * 32, "until": "started"}
     ended = run_here(beside, id=key, redlock={"id": key, "unique": unique})
     assert ended.retval == "free", ended
+
+
+EARLY, LATE = {"acks_late": False}, {"acks_late": True}
+RETRIED = {"retry_on_worker_lost": True}  # by the main process, from Celery 5.7 on
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "ends"),
+    [
+        (EARLY, SystemExit, True), (EARLY, MemoryError, True), (RETRIED, SystemExit, False),
+        (LATE, SystemExit, False), (LATE, MemoryError, False),
+    ],
+)  # fmt: skip
+def test_an_error_ends_a_window_unless_its_message_may_come_back(
+    stage: Stage, key: str, options: dict[str, bool], error: type[BaseException], ends: bool
+) -> None:
+    @stage.app.task(base=LockedTask, shared=False, name=f"tests.fails_{key}", lock_key=key,
+                    lock_unique_for=600, **options)  # fmt: skip
+    def fails() -> None:
+        raise error
+
+    fails.apply_async(queue=key)
+    sent = json.loads(stage.broker.client().lindex(key, 0))["headers"]
+    with suppress(error):
+        run_here(fails, id=sent["id"], redlock=sent["redlock"])
+    stage.see_freed(key)
+    assert bool(windows(stage, key)) != ends
 
 
 def test_without_a_quorum_unreachable_decides(mortal_nodes: Nodes) -> None:

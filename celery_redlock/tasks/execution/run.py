@@ -29,7 +29,7 @@ from celery_redlock.lock.model.keys import in_order
 from celery_redlock.lock.model.options import CompletionMarker, LockOptions
 from celery_redlock.lock.platform.threads import uninterruptible
 from celery_redlock.tasks.body import MonitoredBody
-from celery_redlock.tasks.children.reaper import is_end_announced
+from celery_redlock.tasks.children.reaper import is_end_announced, this_process
 from celery_redlock.tasks.declaration import check_finished, config_of, refuse_aio_pool
 from celery_redlock.tasks.delivery.delivery import HEADER, Delivery
 from celery_redlock.tasks.delivery.republish import NotRepublishedError
@@ -403,7 +403,7 @@ def release_after_run(sender: Any = None, retval: Any = None, state: Any = None,
 
     Source: celery.app.trace sends task_postrun in a finally, on every way out of a run that the
     child itself can see. An exception that passes there is one of the result backend or of a link,
-    and no end; or of a hook of the user's, which comes after the end.
+    and no end of the run; or of a hook of the user's, which comes after the end.
     """
     error = sys.exc_info()[1]  # nothing else before the `try`: an exception would leak the lock
     try:
@@ -424,17 +424,23 @@ def end_run(task: Any, retval: Any, state: str | None, error: BaseException | No
     if run is None and HEADER not in request.__dict__:
         return  # released already, and no claim to end
     delivery = Delivery(task, request) if run is None else run.delivery
+    is_gone = not delivery.acks_late  # its message
+    goes_on = state == celery_states.RETRY or outcomes.CONTINUES in request.__dict__
     if error is None or error is request.__dict__.get(OUTER_ERROR):
         completed = is_completed(state, retval)
     else:
-        # Of a hook of the user's, if the outcome is stored. Source: celery.worker.request:
-        # Request.on_failure handles the message as if the run had ended with that.
-        is_of_hook = run is not None and run.outcome_stored and isinstance(error, Exception)
+        # Source: celery.worker.request: Request.on_failure handles the message of a child as if the
+        # run had ended with that. In other pools task_failure ends the claim, if it is handled.
         kind = celery_states.REJECTED if isinstance(error, Reject) else celery_states.FAILURE
-        completed = is_of_hook and is_completed(kind, error)
-        completed = completed or is_end_announced(str(delivery.run_id))
-    goes_on = state == celery_states.RETRY or outcomes.CONTINUES in request.__dict__
-    if completed and not goes_on and delivery.header.unique is not None:
+        is_final = isinstance(error, Exception) and is_completed(kind, error)
+        is_gone = is_gone or (is_final and this_process.slot is not None)
+        is_of_hook = run is not None and run.outcome_stored
+        completed = (is_final and is_of_hook) or is_end_announced(str(delivery.run_id))
+        if not isinstance(error, Exception) and getattr(task, "retry_on_worker_lost", False):
+            goes_on = True  # the main process publishes a retry
+        while not goes_on and error is not None:  # a retry is published before its state is stored
+            goes_on, error = isinstance(error, Retry), error.__context__
+    if (completed or is_gone) and not goes_on and delivery.header.unique is not None:
         end_claim(task.app, delivery.header)
     if run is not None:
         run.release(completed=completed)
