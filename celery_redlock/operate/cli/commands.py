@@ -390,7 +390,7 @@ def doctor(ctx: click.Context, as_json: bool) -> None:
     lines += [f"{one.level:<7}  {one}" for one in lints]
     lines.append(_summary(nodes, lints))
     print_result(as_json, {"nodes": found, "lints": as_data(lints)}, *lines)
-    if not nodes.has_quorum or any(one.level == ERROR for one in lints):
+    if not nodes.has_quorum or found["failing"] or any(one.level == ERROR for one in lints):
         ctx.exit(1)
 
 
