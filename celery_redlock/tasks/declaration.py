@@ -11,6 +11,7 @@ import inspect
 import re
 import sys
 import types
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
@@ -54,11 +55,13 @@ def config_of(task: Any) -> TaskLockConfig:
     """
     cls = type(task)
     configs: dict[Any, TaskLockConfig] = cls.__dict__.get("_redlock_configs") or {}
-    which = (task.name, id(task.app))  # a class may be two tasks, by names set on instances
+    # a class may be two tasks, by names of instances, and outlive an app, whose id is used again
+    which = (task.name, weakref.ref(task.app))
     config = configs.get(which)
     if config is None:
         config = _compile(task)
-        cls._redlock_configs = {**configs, which: config}
+        living = {one: made for one, made in configs.items() if one[1]() is not None}
+        cls._redlock_configs = {**living, which: config}
     return config
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import inspect
 import subprocess
 import sys
@@ -414,6 +415,21 @@ def test_a_class_that_is_two_tasks_has_two_keys(app: Celery) -> None:
 
     red, blue = (app.register_task(Named(colour)) for colour in ("red", "blue"))
     assert (red.apply((1,)).get(), blue.apply((1,)).get()) == ("red:1", "blue:1")
+
+
+def test_a_class_that_outlives_its_apps_has_the_settings_of_the_present_one() -> None:
+    class Lasting(LockedTask):
+        name = "lasting"
+
+        def run(self) -> None: ...
+
+    for ttl in range(10, 30):
+        app = Celery("brief", broker="memory://", set_as_current=False)
+        app.conf.update(redlock_nodes=["redis://nowhere"], redlock_ttl=ttl)
+        assert app.register_task(Lasting()).lock_options()["ttl"].value == ttl
+        app.close()
+        del app
+        gc.collect()  # the next one may get its id
 
 
 def test_a_subclass_of_a_registered_task_keeps_its_started(app: Celery) -> None:
