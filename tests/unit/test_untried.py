@@ -272,6 +272,7 @@ def test_a_message_of_which_the_lock_alone_decides_waits(
     [
         ({"lock_key": lambda task, args, kwargs: f"k:{args[0]}"}, {}),
         ({"lock_key": False}, {}),
+        ({"name": "celery.own"}, {}),  # it takes no lock
         ({"lock_on_conflict": "skip"}, {}),
         ({"lock_on_conflict": "fail"}, {}),
         ({"lock_on_conflict": lambda contention: "defer"}, {}),

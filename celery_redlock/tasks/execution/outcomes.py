@@ -52,6 +52,7 @@ from celery_redlock.tasks.execution.deferral import (
 )
 from celery_redlock.tasks.per_app import redlock_of, settings_of, time_of_nodes
 from celery_redlock.tasks.reporting import StateReporter
+from celery_redlock.tasks.settings.app import CELERY_PREFIX
 from celery_redlock.tasks.settings.task_config import TaskCall
 from celery_redlock.tasks.waiting.queues import QueueKey
 from celery_redlock.tasks.waiting.room import WaitingRoom, rooms
@@ -393,7 +394,7 @@ def defer_untried(sender: Any = None, request: Any = None, **_: Any) -> None:
     if room is None or request.eta is not None or not room.may_refuse(request.task.name):
         return  # most messages
     delivery: Delivery | None = getattr(request, "delivery", None)
-    if delivery is None:
+    if delivery is None or request.name.startswith(CELERY_PREFIX):  # with app.Task = LockedTask
         return
     header = delivery.header
     if header.unique is not None or header.deferral.at or delivery.may_have_run_elsewhere:
