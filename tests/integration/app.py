@@ -936,6 +936,8 @@ once_early = unique(name="tests.once_early")(once)
 once_late = unique(name="tests.once_late", acks_late=True)(once)
 once_skips = unique(name="tests.once_skips", lock_on_conflict="skip")(once)
 once_fails = unique(name="tests.once_fails", lock_on_conflict="fail")(once)
+once_careless = unique(base=Careless, on_failure=LockedTask.on_failure,
+                       name="tests.once_careless")(once)  # fmt: skip
 once_to_start = unique(name="tests.once_to_start", lock_unique_until="started")(once)
 once_expires = unique(name="tests.once_expires", expires=100)(once)
 

@@ -180,6 +180,7 @@ ENDS = {
     "ignores": ("once_early", "ignore", {}),
     "rejects": ("once_late", "reject", {}),
     "asks in vain to be requeued": ("once_early", "requeue", {}),
+    "has an on_success that raises": ("once_careless", "", {}),  # past the tracer before 5.7
     "has a result that is not stored": ("once_unstored", "", {}),
     "has a result that is not stored, acknowledged late": ("once_unstored_late", "", {}),
     "replaces itself": ("once_early", "replace", {}),
