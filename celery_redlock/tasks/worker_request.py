@@ -154,6 +154,8 @@ class Request(celery.worker.request.Request):
         thread = next((room.states for room in rooms_of(self.app)), None)
         reporter = StateReporter(self.task, self._context, self.send_event, thread)
         self._already_revoked = True
+        if terminated:  # at once: the end of its child could have the message requeued
+            self.acknowledge()
         reporter.revoked_untried(reason, store_result=self.store_errors, then=self.acknowledge)
         task_revoked.send(self.task, request=self._context, **how)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import json
+import os
+import signal
 import socket
 from collections.abc import Iterator
 
@@ -87,6 +89,24 @@ def test_an_expired_message_stays_with_the_broker_until_its_end_is_stored(
     backend.resume()
     eventually(lambda: not client.exists("unacked"))
     assert {stage.info(one)["status"] for one in results} == {"REVOKED"}
+
+
+def test_the_message_of_a_run_that_is_terminated_is_acknowledged_at_once(
+    nodes: Nodes, backend: EmbeddedNode, make_stage: MakeStage
+) -> None:
+    """Else the end of its child could have it requeued, and it would run again."""
+    stage = make_stage(nodes, result_backend=backend.url)
+    stage.worker(concurrency=2)
+    result, client = stage.tasks.stays_late.delay("k", "deaf"), stage.broker.client()
+    eventually(lambda: stage.lines("still"))  # it hears no TERM from now on
+    backend.pause()
+    try:
+        assert client.hlen("unacked") == 1
+        result.revoke(terminate=True, signal="TERM")
+        eventually(lambda: not client.exists("unacked"))
+    finally:
+        backend.resume()
+        os.kill(stage.lines("stays")[0].pid, signal.SIGKILL)
 
 
 @pytest.mark.slow
