@@ -45,9 +45,14 @@ def settings_of(app: Any) -> AppSettings:
     return settings
 
 
+def without_proxy(app: Any) -> Any:
+    """Return an app, also for `celery.current_app`, which a class has that no app registered."""
+    return app._get_current_object() if hasattr(type(app), "_get_current_object") else app
+
+
 def redlock_of_given(app: Any) -> Redlock:
     """Return the `Redlock` of what a caller gives as an app; also of `celery.current_app`."""
-    app = app._get_current_object() if hasattr(type(app), "_get_current_object") else app
+    app = without_proxy(app)
     if not isinstance(app, Celery):
         raise SettingsError("Redlock.of", "app", repr(app), "must be a Celery app")
     return redlock_of(app)

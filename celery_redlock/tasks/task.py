@@ -10,7 +10,6 @@ from typing import Any, NoReturn
 
 from celery import Task
 from celery._state import get_current_task, get_current_worker_task
-from celery.local import Proxy
 from celery.utils import uuid
 from celery.utils.imports import symbol_by_name
 
@@ -111,8 +110,7 @@ class LockedTask(Task):
     def on_bound(cls, app: Any) -> None:
         """Check the declaration, and take over `track_started`: STARTED means the lock is held."""
         super().on_bound(app)
-        if isinstance(app, Proxy):  # a class that no app has registered gets `current_app`
-            cls._app = app = app._get_current_object()
+        cls._app = app = per_app.without_proxy(app)
         cls._wrap()
         if (cls.name or "").startswith(CELERY_PREFIX):
             return
