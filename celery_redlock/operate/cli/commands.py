@@ -274,7 +274,7 @@ def _end_claims(ctx: click.Context, made: Redlock, resource: str, yes: bool, as_
 def trust(ctx: click.Context, nodes: Sequence[str], every: bool, yes: bool, as_json: bool) -> None:
     """Let new or restarted NODES grant locks immediately; asks first.
 
-    Only if no task can still run under a lock that these nodes lost: on a new cluster, or if no
+    Only if no task can still run under a lock that these nodes lost: if they are new, or if no
     worker runs.
     """
     made = redlock_of(app_from(ctx))
