@@ -144,11 +144,17 @@ class Pipeline:
         until = CLOCK.now() + (self._timeout if timeout is None else timeout)
         try:
             with suppress(OSError, ValueError, psycopg.Error):  # the latter: of libpq before 17
-                while self._outstanding and hasattr(self.connection, "cancel_conn"):
+                while self._outstanding and self._can_cancel:
                     self._request_cancel(until)
                     self.exchange(min(until, CLOCK.now() + CANCEL_AGAIN))
         finally:
             self.close()
+
+    @property
+    def _can_cancel(self) -> bool:
+        """Whether the connection has not ended by itself, and libpq is new enough."""
+        connection = self.connection
+        return connection.status == pq.ConnStatus.OK and hasattr(connection, "cancel_conn")
 
     def _request_cancel(self, until: float) -> None:
         request = self.connection.cancel_conn()  # PQcancel of an older libpq would keep the GIL
