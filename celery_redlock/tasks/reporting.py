@@ -66,10 +66,14 @@ class StoringThread:
         self._runs = False
 
     def put(
-        self, id_: str, store: Callable[[], object], lost: Callable[[object], object], *,
-        is_final: bool, then: Callable[[], object] | None = None,
+        self, id_: str, store: Callable[[], object], lost: Callable[[object], object],
+        then: Callable[[], object] | None = None,
     ) -> None:  # fmt: skip
-        """Have a state stored, in place of one that waits. lost, then: as of `_Pending`."""
+        """Have a state stored, in place of one that waits; a final one has a `then`.
+
+        lost, then: as of `_Pending`.
+        """
+        is_final = then is not None
         until = self._clock.now() + PATIENCE if is_final else -math.inf
         with self._changed:
             replaced = self._pending.pop(id_, None)
@@ -261,8 +265,7 @@ class StateReporter:
             lambda: task.backend.mark_as_revoked(
                 request.id, reason, request=request, store_result=store_result
             ),
-            is_final=True,
-            then=then,
+            then,
         )
 
     def started(self, *, was_deferred: bool) -> None:
@@ -331,12 +334,10 @@ class StateReporter:
             task.request_stack.pop()
 
     def _store(
-        self, store: Callable[[], object], *, is_final: bool = False,
-        then: Callable[[], object] | None = None,
-    ) -> None:  # fmt: skip
+        self, store: Callable[[], object], then: Callable[[], object] | None = None
+    ) -> None:
         if self._thread is not None:
-            how: dict[str, Any] = {"is_final": is_final, "then": then}
-            self._thread.put(str(self._request.id), store, self._warn_not_shown, **how)
+            self._thread.put(str(self._request.id), store, self._warn_not_shown, then)
             return
         self._attempt(store)
         if then is not None:

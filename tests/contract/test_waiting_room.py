@@ -767,7 +767,7 @@ def test_a_worker_that_stops_publishes_a_message_after_the_store_of_its_state(
     began = threading.Event()
     with lock_of(redlock):
         stage.admit("waits", is_deferred_here=True, publish_again=published.set)
-        stage.room.states.put("waits", store, order.append, is_final=False)
+        stage.room.states.put("waits", store, order.append)
         assert began.wait(60)
         stage.consumer.blueprint = SimpleNamespace(state=CLOSE)
         stage.room.stop(stage.consumer)

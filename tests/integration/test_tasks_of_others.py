@@ -253,7 +253,7 @@ def test_what_would_call_the_body_past_the_lock_is_refused(app: Celery, method: 
         ({"vendor.*": {"key": "{acount}"}}, r"\['key'\].*did you mean 'account'"),
         (
             {"vendor.*": {"args": ["acount"]}},
-            r"To leave it out, set \{'vendor\.\w+': \{'key': False\}\} first",
+            r"To leave it out, set \{'vendor.sync': \{'key': False\}\} first",
         ),
         ({"vendor.*": {"limit": 2, "fencing": True}}, "limit=1, or no fencing"),
         ({"celery.chord_unlock": {}}, "Celery's own tasks are never locked"),

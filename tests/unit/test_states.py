@@ -142,7 +142,7 @@ class Storing:
 
         then = (lambda: self.ended.append(name)) if is_final else None
         lost = lambda cause: self.lost.append(name)  # noqa: E731
-        self.thread.put(id_, store, lost, is_final=is_final, then=then)
+        self.thread.put(id_, store, lost, then)
 
 
 @pytest.fixture

@@ -29,7 +29,7 @@ class StartRound(PermitRound):
     same start was asked for before.
     """
 
-    __slots__ = ("_is_repeated", "_take", "_young", "is_again")
+    __slots__ = ("_take", "_young", "is_again")
     script, is_released = TAKE, False
 
     def __init__(
@@ -42,11 +42,10 @@ class StartRound(PermitRound):
         is_repeated: bool = False,
     ) -> None:
         super().__init__(start, resend, None, self._request_of, asked)
-        self._take, self._young = take, set[int]()
-        self.is_again = self._is_repeated = is_repeated
+        self._take, self.is_again, self._young = take, is_repeated, set[int]()
 
     def _request_of(self, permit: int | None) -> bytes:
-        return self._take(permit, self._is_repeated)
+        return self._take(permit, self.is_again)
 
     def _parsed(self, node: int, reply: Any) -> tuple[Vote, list[Any]]:
         """Return a vote and its numbers. Raises UnexpectedReplyError."""
@@ -90,5 +89,5 @@ class StartRound(PermitRound):
 
     def on_error(self, node: int, command: Command, error: NodeError) -> None:
         """As for a lock; a request that is sent once more looks for the permit of the first."""
-        self._is_repeated = True
+        self.is_again = True
         super().on_error(node, self.command(self.asked), error)
