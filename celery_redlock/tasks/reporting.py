@@ -333,9 +333,7 @@ class StateReporter:
         finally:
             task.request_stack.pop()
 
-    def _store(
-        self, store: Callable[[], object], then: Callable[[], object] | None = None
-    ) -> None:
+    def _store(self, store: Callable[[], object], then: Callable[[], object] | None = None) -> None:
         if self._thread is not None:
             self._thread.put(str(self._request.id), store, self._warn_not_shown, then)
             return

@@ -33,9 +33,10 @@ numbers = itertools.count()
 def stage(set_standing_stage: MakeStage) -> Stage:
     """Give a stage whose one worker runs an app that imports nothing of ours."""
     made = set_standing_stage(result_extended=True)
-    made.stack.enter_context(no_shared_task_left())
     made.stack.callback(sys.modules.pop, "tests.integration.vendor")
-    made.tasks = importlib.import_module("tests.integration.vendor")
+    with no_shared_task_left():  # the apps of other tests here would have it, too
+        made.tasks = importlib.import_module("tests.integration.vendor")
+        made.app.finalize()
     made.stack.callback(made.app.close)
     made.worker(module="tests.integration.vendor", concurrency=3)
     return made
