@@ -21,6 +21,9 @@ from tests.contract.crowds import (
     RESOURCES,
     THREADS,
     WAIT,
+    WAIT_FOR_PERMIT,
+    WAIT_FOR_RESOURCE,
+    WAIT_IN_THREAD,
     Caller,
     calling,
     measure,
@@ -42,7 +45,7 @@ def test_threads_that_wait_for_one_lock_cost_next_to_nothing(nodes: Nodes) -> No
     assert found["cpu"] <= 0.05 + found["control"], found
     assert found["unrelated"], found
     assert found["ends"] == {"LockTaken": THREADS}, found
-    assert found["overrun"] < 1.0, found
+    assert found["overrun"] < WAIT_IN_THREAD / 2, found
 
 
 @REDIS_SERVER  # it counts commands
@@ -55,8 +58,8 @@ def test_coroutines_that_wait_for_one_lock_leave_the_nodes_in_peace(nodes: Nodes
 @TOO_MANY
 def test_coroutines_that_wait_for_a_resource_each_let_the_event_loop_run(nodes: Nodes) -> None:
     found = figures("resources", nodes)
-    assert found["stood_still"] < 1.0, found
-    assert found["seconds"] < 10.0, found  # with wait=8
+    assert found["busy"] < 1.0, found
+    assert found["stood_still"] < WAIT_FOR_RESOURCE / 2, found
     assert found["ends"] == {"LockTaken": RESOURCES}, found
 
 
@@ -77,7 +80,7 @@ def test_a_process_that_had_no_descriptors_renews_and_releases_again(nodes: Node
 @pytest.mark.slow
 def test_permits_above_the_hundredth_are_used_as_soon_as_they_are_free(nodes: Nodes) -> None:
     for how, (taken, seconds) in figures("permits", nodes).items():
-        assert (taken, seconds < 5.0) == (50, True), (how, taken, seconds)
+        assert (taken, seconds < WAIT_FOR_PERMIT) == (50, True), (how, taken, seconds)
 
 
 @pytest.mark.parametrize("ahead", [-HOUR, HOUR])

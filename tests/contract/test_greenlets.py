@@ -310,6 +310,9 @@ told = seen
     assert tell("", story, nodes) == [False, True]
 
 
+ROUND_TRIPS = 20  # a handshake takes a part of them
+
+
 def test_a_connection_may_break_while_greenlets_wait_for_its_node(nodes: Nodes) -> None:
     story = """
 import logging
@@ -337,13 +340,18 @@ told = len(broken)
 
 @contextlib.contextmanager
 def cut_again_and_again(network: Sequence[Proxy]) -> Iterator[None]:
-    """Reset the connections of one node after the other, until the end."""
+    """Reset the connections of one node after the other, until the end.
+
+    Each is used before that: on a busy machine a handshake takes longer than any fixed pause.
+    """
     over = threading.Event()
 
     def cut() -> None:
         for proxy in itertools.cycle(network):
-            if over.wait(0.03):
-                return
+            enough = proxy.round_trips + ROUND_TRIPS
+            while proxy.round_trips < enough:
+                if over.wait(0.03):
+                    return
             proxy.cut()
 
     thread = threading.Thread(target=cut)
