@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+import signal
 import socket
 import tarfile
 import time
@@ -108,6 +109,17 @@ def see_listening(app: celery.Celery, name: str, within: float = 60.0) -> list[s
 
     eventually(answers, within)
     return where
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _signals_reach_processes() -> None:
+    """Ignore in this process alone what nohup or a job in the background has it ignore.
+
+    A process that a test starts inherits that a signal is ignored, but no handler.
+    """
+    for number in (signal.SIGHUP, signal.SIGINT):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, lambda *_: None)
 
 
 @pytest.fixture(scope="session")
