@@ -539,7 +539,8 @@ def test_the_log_names_a_wrong_password_also_after_the_connection_was_cut(
             eventually(lambda: "correct user and password in its URL" in caplog.text)
             see_quorum(made)
         told = [line for line in lines_of(caplog, f"127.0.0.1:{node.port}") if "no vote" in line]
-        assert ["correct user" in line for line in told] == [False, True]
+        by_password = ["correct user" in line for line in told]
+        assert by_password in ([False, True], [True])  # a cut of an idle connection is no failure
 
 
 class TestRights:
