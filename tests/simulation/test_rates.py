@@ -15,7 +15,9 @@ from celery_redlock.lock.lock import acquisitions_of
 from celery_redlock.lock.model.acquisition import Acquisition
 from celery_redlock.lock.model.keys import rate_keys
 from celery_redlock.lock.model.rate import Rate
+from celery_redlock.lock.server.requests import CANCEL
 from tests.simulation.clients import patched, simulated_system
+from tests.simulation.nodes import patched_scripts
 from tests.simulation.stage import Actor, Stage
 from tests.simulation.test_properties import delays_of, keys_on, steady
 
@@ -239,3 +241,53 @@ def test_a_start_without_a_body_is_given_back_to_nodes_that_went_away_before_it(
         node.start()
     stage.at(65 + 3 * stage.options["node_timeout"])
     assert starts_on(stage) == [0, 0, 0]
+
+
+def has_told_all(actor: Actor) -> bool:
+    return actor.process.redlock.session.releaser.outbox.is_empty
+
+
+def test_a_refused_start_is_not_kept_for_a_node_that_was_never_asked_for_it() -> None:
+    stage = Stage(ttl=TTL)
+    a, b = stage.actor("A"), stage.actor("B")
+    a.tries(rate=ONE).releases()
+    stage.nodes[2].stop(keeps="all")
+    b.beside().tries("x")  # so the connection is known to be gone
+    b.tries(rate=ONE)
+    assert isinstance(b.error, LockTaken)
+    assert b.error.rate == ONE
+    stage.at(2 * stage.options["node_timeout"])
+    assert has_told_all(b)
+
+
+def test_a_start_without_a_body_is_given_back_to_a_node_that_came_back_before_it() -> None:
+    stage = Stage(ttl=TTL)
+    a = stage.actor("A")
+    stage.nodes[2].stop(keeps="all")
+    a.beside().tries("x")
+    a.tries(rate=ONE, body_follows=True)
+    stage.nodes[2].start()
+    stage.at(TTL / 2)
+    a.extends()
+    stage.at(TTL + 5)  # the node votes again
+    for node in stage.nodes[:2]:
+        node.stop(keeps="all")
+    a.begins()
+    assert isinstance(a.error, QuorumUnreachable)
+    assert starts_on(stage) == [1, 1, 1]
+    a.releases()
+    stage.at(TTL + 5 + 2 * stage.options["node_timeout"])  # it has forgotten the scripts
+    assert starts_on(stage)[2] == 0
+
+
+def test_a_node_that_answers_with_errors_is_told_of_a_start_for_a_minute() -> None:
+    busy = b"redis.call('SET', 'told', redis.call('TIME')[1]) return redis.error_reply('BUSY')"
+    with patched_scripts({CANCEL: busy}):
+        stage = Stage(ttl=TTL)
+    stage.actor("A").tries(rate=ONE, body_follows=True).releases()
+    told = []
+    for moment in (50, 59, 62, 90):
+        stage.at(moment)
+        told.append(stage.nodes[0].holder(b"told"))
+    assert told[0] != told[1]
+    assert told[2] == told[3]

@@ -75,29 +75,29 @@ class Outbox:
 class StartNote:
     """What is told of a start to nodes, once each: an outbox item and a reply handler.
 
-    request: makes it. until: the monotonic second after which a node need not learn it any more.
+    request: makes it. longest: seconds until a node need not learn it any more.
     """
 
-    __slots__ = ("_clock", "_outbox", "_request", "_script", "until")
+    __slots__ = ("_clock", "_made_at", "_outbox", "_request", "_script", "until")
     wanted = True
 
     def __init__(
         self,
         request: Callable[[], bytes],
         script: Script,
-        until: float,
+        longest: float,
         clock: Clock,
         outbox: Outbox,
     ) -> None:
-        self._request, self._script, self.until = request, script, until
-        self._clock, self._outbox = clock, outbox
+        self._request, self._script, self._made_at = request, script, clock.now()
+        self._clock, self._outbox, self.until = clock, outbox, self._made_at + longest
 
     def command(self) -> Command:
         return Command(self._request(), self, self._script)
 
     def on_reply(self, node: int, sent: float, reply: Any, run_id: str) -> None:
-        if type(reply) is ReplyError:  # the node is loading, busy, or full
-            self.on_error(node)
+        if type(reply) is ReplyError and self._clock.now() < self._made_at + NOTED_FOR:
+            self.on_error(node)  # the node is loading, busy, or full: not for long
 
     def on_error(self, node: int, *_: object) -> None:
         """Keep it until the node is back."""
@@ -107,7 +107,9 @@ class StartNote:
     def settle(self, node: int) -> None: ...
 
 
-NOTED_FOR = 60.0  # seconds for which a start, which costs memory, is kept for a node that is away
+# Seconds for which a node that is away is to learn of a start, and of one that never became a body:
+# each start is noted for that node, but only a broken connection leaves one that is taken back
+NOTED_FOR, CANCELLED_FOR = 60.0, 3600.0
 REPEATED_AFTER = (0.25, 1.0, 4.0)  # seconds after which an orphan is released once more
 
 
@@ -156,8 +158,8 @@ class Releaser:
         """Tell all nodes that a start whose body has not begun is free."""
         start.end()  # first: no request for it leaves after that
         nodes = [node for node in range(len(start.ends)) if node not in start.never_asked]
-        # until the nodes do not count it any more; only those that were asked for it are told
-        longest = start.key.rate.kept_ms(self.core.options.clock_drift) / 1000
+        kept = start.key.rate.kept_ms(self.core.options.clock_drift) / 1000
+        longest = min(kept, CANCELLED_FOR)  # later the nodes do not count it any more
         self._note(nodes, functools.partial(self.core.requests.cancel, start), CANCEL, longest)
 
     def cancel_last(self, acquisition: Acquisition) -> None:
@@ -180,7 +182,7 @@ class Releaser:
         self, nodes: Sequence[int], request: Callable[[], bytes], script: Script, longest: float
     ) -> None:
         core, now = self.core, self.core.clock.now()
-        note = StartNote(request, script, now + longest, core.clock, self.outbox)
+        note = StartNote(request, script, longest, core.clock, self.outbox)
         for node in nodes:
             core.nodes.send_to(node, note.command())
         core.watchdog.run_maintenance_by(now + core.nodes.timeout)

@@ -29,7 +29,7 @@ class StartRound(PermitRound):
     same start was asked for before.
     """
 
-    __slots__ = ("_take", "_young", "is_again")
+    __slots__ = ("_is_repeated", "_take", "_young", "is_again")
     script, is_released = TAKE, False
 
     def __init__(
@@ -42,10 +42,11 @@ class StartRound(PermitRound):
         is_repeated: bool = False,
     ) -> None:
         super().__init__(start, resend, None, self._request_of, asked)
-        self._take, self.is_again, self._young = take, is_repeated, set[int]()
+        self._take, self._young = take, set[int]()
+        self.is_again = self._is_repeated = is_repeated  # the latter also after an error
 
     def _request_of(self, permit: int | None) -> bytes:
-        return self._take(permit, self.is_again)
+        return self._take(permit, self._is_repeated)
 
     def _parsed(self, node: int, reply: Any) -> tuple[Vote, list[Any]]:
         """Return a vote and its numbers. Raises UnexpectedReplyError."""
@@ -87,7 +88,14 @@ class StartRound(PermitRound):
         """As for a lock; None if nodes have permits free, but none that a quorum shares."""
         return None if self.is_free_somewhere and self.takable() is None else super().expires_in()
 
+    def on_reply(self, node: int, sent: float, reply: Any, run_id: str) -> None:
+        """As for a lock; the node may count the start, also if it was away at the first request."""
+        self._lease.never_asked.discard(node)
+        super().on_reply(node, sent, reply, run_id)
+
     def on_error(self, node: int, command: Command, error: NodeError) -> None:
         """As for a lock; a request that is sent once more looks for the permit of the first."""
-        self.is_again = True
+        self._is_repeated = True
+        if error.lost:
+            self._lease.never_asked.discard(node)
         super().on_error(node, self.command(self.asked), error)
