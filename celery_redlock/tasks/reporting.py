@@ -15,6 +15,7 @@ import logging
 import math
 import os
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -54,13 +55,15 @@ class StoringThread:
 
     A result backend that hangs blocks this thread, and not the event loop. Some states are lost
     then, but no final ones: those of messages that go on meanwhile, and those above `MOST_PENDING`.
-    Under gevent the thread is a greenlet. call_soon: calls a function in the event loop.
+    Under gevent the thread is a greenlet. call_soon: calls a function in the event loop. ended: the
+    `then` of final states that are stored by now.
     """
 
     def __init__(self, app: Any, call_soon: Callable[[Callable[[], object]], object]) -> None:
         self._app, self._call_soon, self._clock = app, call_soon, SystemClock()
         self._changed = threading.Condition()
         self._pending: dict[str, _Pending] = {}  # by task id
+        self.ended = deque[Callable[[], object]]()
         self._stored, self._began = "", 0.0  # whose state is being stored; monotonic seconds
         self._then: list[Callable[[], object]] = []  # what waits for the end of that
         self._runs = False
@@ -87,7 +90,7 @@ class StoringThread:
         if is_full:
             lost("the result backend does not keep up")
         if replaced is not None and replaced.then is not None:
-            self._call_soon(replaced.then)
+            self._end(replaced.then)
 
     def withdraw(self, id_: str, then: Callable[[], object]) -> bool:
         """Forget the state of a message that is about to run: it would be stored over a later one.
@@ -105,18 +108,32 @@ class StoringThread:
             return False
 
     def forget(self) -> None:
-        """Forget the states of messages that wait: these come anew, to this worker or another.
-
-        So do those of final states that are not stored yet, which cannot be acknowledged any more.
-        """
+        """Forget the states of messages that wait: these come anew, to this worker or another."""
         with self._changed:
             finals = [one for one in self._pending.items() if one[1].until > -math.inf]
-            self._pending = {id_: one._replace(then=None) for id_, one in finals}
+            self._pending = dict(finals)
 
     def flush(self) -> None:
-        """Wait until all states are stored, for `DEADLINE` at most."""
+        """Wait until all states are stored, for `DEADLINE` at most.
+
+        After that nothing is called for the others: their messages come anew.
+        """
         with self._changed:
             self._changed.wait_for(lambda: not self._pending and not self._stored, DEADLINE)
+            self._pending = {id_: one._replace(then=None) for id_, one in self._pending.items()}
+
+    def call_ended(self) -> None:
+        """Call `ended`; in the event loop."""
+        while True:
+            try:
+                then = self.ended.popleft()
+            except IndexError:  # also if another thread was first
+                return
+            then()
+
+    def _end(self, then: Callable[[], object]) -> None:
+        self.ended.append(then)
+        self._call_soon(self.call_ended)
 
     def _run(self) -> None:
         with contextlib.suppress(Exception):  # of a backend that cannot be made: the store says why
@@ -137,7 +154,7 @@ class StoringThread:
                 if not is_again:
                     pending.lost(error)
             if pending.then is not None and not is_again:
-                self._call_soon(pending.then)
+                self._end(pending.then)
             with self._changed:
                 if is_again:  # last, unless the message has another state by now
                     self._pending.setdefault(self._stored, pending)

@@ -45,6 +45,7 @@ from celery_redlock.tasks.delivery.republish import publish
 from celery_redlock.tasks.delivery.route import CAME_BACK, QUEUE
 from celery_redlock.tasks.execution.outcomes import Deferred
 from celery_redlock.tasks.reporting import StateReporter
+from celery_redlock.tasks.unique.claim import end_claim
 from celery_redlock.tasks.waiting.room import rooms_of
 
 logger = logging.getLogger(__name__)
@@ -154,10 +155,15 @@ class Request(celery.worker.request.Request):
         thread = next((room.states for room in rooms_of(self.app)), None)
         reporter = StateReporter(self.task, self._context, self.send_event, thread)
         self._already_revoked = True
-        if terminated:  # at once: the end of its child could have the message requeued
+
+        def end() -> None:
             self.acknowledge()
-        reporter.revoked_untried(reason, store_result=self.store_errors, then=self.acknowledge)
-        task_revoked.send(self.task, request=self._context, **how)
+            task_revoked.send(self.task, request=self._context, **how)  # ends its claim
+
+        if terminated:  # at once: the end of its child could have the message requeued
+            end()
+        then = noop if terminated else end
+        reporter.revoked_untried(reason, store_result=self.store_errors, then=then)
 
     def reject(self, requeue: bool = False) -> None:
         self.is_handed_back = self.is_handed_back or requeue
@@ -239,6 +245,9 @@ class Request(celery.worker.request.Request):
         if not soft and self.acknowledged and not self.is_handed_back:
             self._announce_end()
         super().on_timeout(soft, timeout)
+        if not soft and self.acknowledged and not self.is_handed_back:
+            # under gevent, Celery before 5.7 sends no task_failure for it
+            end_claim(self.app, LockHeader.of(self._context))
 
     @property
     def _is_killed_by_shutdown(self) -> bool:

@@ -109,6 +109,28 @@ def test_the_message_of_a_run_that_is_terminated_is_acknowledged_at_once(
         os.kill(stage.lines("stays")[0].pid, signal.SIGKILL)
 
 
+@pytest.mark.parametrize("pool", slow_but(("prefork",), ("prefork", "threads", "gevent")))
+def test_a_worker_that_stops_acknowledges_the_messages_whose_end_it_stores(
+    nodes: Nodes, backend: EmbeddedNode, make_stage: MakeStage, pool: str
+) -> None:
+    """Else the next worker, which knows no revocation, would run what is stored as REVOKED."""
+    stage = make_stage(nodes, result_backend=backend.url)
+    results = [stage.tasks.work.apply_async(("k",), expires=0.001) for _ in range(2)]
+    backend.pause()
+    worker = stage.worker(pool=pool, concurrency=2)
+    for result in results:
+        eventually(lambda id_=result.id: f"[{id_}]" in worker.output().partition("Discarding")[2])
+    stage.see_listening()
+    worker.signal(signal.SIGTERM)
+    eventually(lambda: "Warm shutdown" in worker.output())
+    backend.resume()
+    worker.wait()
+    client = stage.broker.client()
+    assert not client.exists("unacked")
+    assert not client.llen("celery")
+    assert {stage.info(one)["status"] for one in results} == {"REVOKED"}
+
+
 @pytest.mark.slow
 def test_a_backend_that_never_answers_keeps_no_message_from_its_lock(stage: Stage) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:

@@ -201,6 +201,15 @@ class TestAWindowEnds:
         assert second.id != first.id
         assert second.get(timeout=60) == "second"
 
+    @pytest.mark.slow
+    @pytest.mark.parametrize("name", ["once_early", "once_late"])
+    def test_where_a_greenlet_has_its_hard_limit(self, stage: Stage, key: str, name: str) -> None:
+        worker = stage.worker(key, pool="gevent", queues=[key], concurrency=2)
+        getattr(stage.tasks, name).apply_async((key, "stay"), queue=key, time_limit=8)
+        eventually(lambda: ran(stage, key))
+        see_window_end(stage, key)
+        worker.kill()
+
     @pytest.mark.parametrize("name", ["once_skips", "once_fails"])
     def test_where_the_run_is_refused_its_lock(self, stage: Stage, key: str, name: str) -> None:
         task = getattr(stage.tasks, name)

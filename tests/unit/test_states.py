@@ -14,6 +14,7 @@ from celery.backends.base import KeyValueStoreBackend
 from celery.exceptions import SoftTimeLimitExceeded
 from celery.signals import task_revoked
 
+from celery_redlock.tasks import reporting
 from celery_redlock.tasks.reporting import MOST_PENDING, StateReporter, StoringThread
 from tests.conftest import eventually
 
@@ -186,7 +187,20 @@ def test_of_messages_that_the_broker_delivers_anew_only_final_states_are_stored(
     storing.answers.set()
     storing.thread.flush()
     assert storing.stored == ["first", "revoked"]
-    assert storing.ended == []  # by a connection that is lost
+    assert storing.ended == ["revoked"]
+
+
+def test_a_message_whose_end_is_stored_after_the_last_moment_is_not_acknowledged(
+    storing: Storing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reporting, "DEADLINE", 0.05)
+    storing.put("2", "revoked", is_final=True)
+    storing.thread.flush()  # its connection to the broker ends now
+    storing.answers.set()
+    eventually(lambda: storing.stored == ["first", "revoked"])
+    monkeypatch.undo()
+    storing.thread.flush()
+    assert storing.ended == []
 
 
 @pytest.mark.parametrize("error", [OSError, SystemExit])

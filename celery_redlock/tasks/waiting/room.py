@@ -109,6 +109,7 @@ class WaitingRoom(bootsteps.StartStopStep):
         # until when new messages take it for theirs
         self._refusals: dict[QueueKey, tuple[float, float, Deferral]] = {}
         self._coming_back.clear()
+        self.states.ended.clear()
         self._loop.clear()
 
     def start(self, parent: Any) -> None:
@@ -130,6 +131,7 @@ class WaitingRoom(bootsteps.StartStopStep):
         if self._is_stopping:
             self.states.forget()
             self.states.flush()  # a DEFERRED that is stored later would stay over a final state
+            self.states.call_ended()  # acknowledges the messages whose end is stored
             requests = [*self._coming_back, *(waiter.request for waiter in self.waiting())]
             requests += self._dispatcher.unaccepted()
             deferred = (one for one in requests if getattr(one, "is_deferred_here", False))
