@@ -1,9 +1,10 @@
 """All that the package connects to Celery, in one list: receivers, bootsteps, commands.
 
-Read this to learn when Celery calls which part. An import of the package connects nothing but the
-two hooks of `celery_redlock_entry`. A process gets `RECEIVERS` when a locked task is bound to an
-app, and a worker gets `PREPARATIONS` and `STEPS` if its app locks tasks. Elsewhere only these
-connect anything, on demand:
+Read this to learn when Celery calls which part. An import of the package connects the two hooks of
+`celery_redlock_entry`, and what carries the options of a send by name: a worker that locks nothing
+drops the latter. A process gets `RECEIVERS` when a locked task is bound to an app, and a worker
+gets `PREPARATIONS` and `STEPS` if its app locks tasks. Elsewhere only these connect anything, on
+demand:
 - `operate/metrics.py`: receivers of the public signals, if `redlock_metrics` is set.
 - `operate/tracing.py`: receivers of the public signals, if the process has imported OpenTelemetry.
 - `lock/client.py`, `tasks/children/reaper.py`: fork hooks of the operating system's, not Celery's.
@@ -107,6 +108,7 @@ def begin() -> None:
         client.own_of_app = per_app.redlock_of_given
         Events.wants, Events.send = staticmethod(tracing.wants), staticmethod(signals.send)
         Events.on_loss = staticmethod(notify_bodies)
+        celery_signals.before_task_publish.connect(send.carry_options, weak=False)
     finalized = [app for app in list(_get_active_apps()) if app.finalized]
     for app in finalized:
         watch(app)
@@ -158,7 +160,11 @@ def prepare_workers(app: Any) -> None:
     """Prepare the workers of this process that run an app, if it locks tasks or has a wrong one."""
     # Source: celery.worker.worker sends worker_init before it makes the blueprint out of the steps
     workers = [one for one in celery_redlock_entry.workers if one.app is app and not one.blueprint]
-    if not workers or not _concerns(app):
+    if not workers:
+        return
+    if not _concerns(app):
+        if not _connected:
+            celery_signals.before_task_publish.disconnect(send.carry_options)
         return
     connect()
     for worker in workers:

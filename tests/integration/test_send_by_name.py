@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -13,6 +16,14 @@ from tests.integration.conftest import Stage
 
 WORKER = {"concurrency": 1}
 OPTIONS = {"on_conflict": "fail", "backoff": Backoff()}
+SENDER = """
+import json, sys
+import celery_redlock
+from celery import Celery
+broker, name, key = json.loads(sys.argv[1])
+client = Celery(broker=broker)
+print(client.send_task(name, (key,), lock={"on_conflict": "fail"}).id)
+"""
 
 
 @pytest.mark.parametrize("has_task", [True, False])
@@ -28,6 +39,17 @@ def test_a_send_by_name_carries_the_options_of_its_call(
             with pytest.raises(LockTaken):
                 sent.get(timeout=30)
     other.close()
+
+
+def test_a_process_without_a_locked_task_carries_the_options_of_its_call(
+    stage: Stage, key: str
+) -> None:
+    known = [stage.app.conf.broker_url, stage.tasks.work.name, key]
+    command = [sys.executable, "-c", SENDER, json.dumps(known)]
+    with stage.tasks.work.lock_for(key, wait=60):
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+        with pytest.raises(LockTaken):
+            stage.app.AsyncResult(done.stdout.strip()).get(timeout=30)
 
 
 @pytest.mark.parametrize("wrong", [{"tll": 3}, {"ttl": -1}, 3, [("ttl", 9)]], ids=str)

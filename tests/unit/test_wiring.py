@@ -18,6 +18,7 @@ from celery.utils.dispatch import Signal
 import celery_redlock
 import celery_redlock_entry
 from celery_redlock import wiring
+from celery_redlock.tasks.unique import send
 
 PACKAGE = Path(celery_redlock.__file__).parent
 SIGNALS = {name: one for name, one in vars(signals).items() if isinstance(one, Signal)}
@@ -125,12 +126,14 @@ def test_each_signal_has_the_receivers_of_the_list_and_no_other_one(
     assert found == {name: sorted(names) for name, names in listed.items()}
 
 
-def test_without_a_locked_task_nothing_is_connected_but_two_hooks(
+def test_without_a_locked_task_nothing_is_connected_but_two_hooks_and_what_carries_options(
     registered: list[dict[str, Any]],
 ) -> None:
     found = {name: names for name, names in registered[0]["signals"].items() if ours(names)}
-    assert set(found) == {"worker_init"}
-    assert ours(found["worker_init"]) == [name_of(celery_redlock_entry.look_at_worker)]
+    assert {name: ours(names) for name, names in found.items()} == {
+        "worker_init": [name_of(celery_redlock_entry.look_at_worker)],
+        "before_task_publish": [name_of(send.carry_options)],
+    }
     assert not ours(list(registered[0]["commands"].values()))
 
 
