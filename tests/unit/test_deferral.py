@@ -173,6 +173,15 @@ def test_what_is_told_of_a_deferral_counts_from_the_first_try() -> None:
     assert deferral.event() == LockDeferredEvent("k", "h", 2, 5.5, 1.5)
 
 
+def test_a_rate_is_told_also_if_its_next_start_is_unknown() -> None:
+    now = datetime(2026, 1, 1, 12, tzinfo=timezone.utc)
+    known = Deferral(1, NOW, NOW, 1.5, "k", expires_in=9.0, rate="2/h").info(now)
+    unknown = Deferral(1, NOW, NOW, 1.5, "k", rate="2/h").info(now)
+    assert known.pop("next_start") == "2026-01-01T12:00:09+00:00"
+    assert known == unknown
+    assert unknown["rate"] == "2/h"
+
+
 def test_a_clock_that_was_set_back_never_makes_the_wait_negative() -> None:
     assert Deferral(1, NOW, NOW).waited(NOW - 3600) == 0.0
 

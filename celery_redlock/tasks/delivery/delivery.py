@@ -85,9 +85,10 @@ class Deferral:
             "waited": self.waited(self.at),
             "next_try": (now + timedelta(seconds=self.countdown)).isoformat(),
         }
-        if self.rate and self.expires_in is not None:
-            next_start = now + timedelta(seconds=self.expires_in)
-            info |= {"rate": self.rate, "next_start": next_start.isoformat()}
+        if self.rate:
+            info["rate"] = self.rate
+            if self.expires_in is not None:
+                info["next_start"] = (now + timedelta(seconds=self.expires_in)).isoformat()
         return info
 
     def event(self) -> LockDeferredEvent:
