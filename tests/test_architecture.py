@@ -112,7 +112,7 @@ PRIVATE_NAMES_IN_TESTS: dict[str, tuple[str, str]] = {
 }
 # Lines and modules of the package, and what a walk of `tests/walks.py` passes: files, functions and
 # classes. They only fall; a feature that raises one does so in a commit of its own, and says why.
-LINES, FILES = 24958, 103
+LINES, FILES = 24971, 103
 WALKS = {
     "a plain lock": (23, 97, 27),
     "a message in a worker": (41, 158, 37),

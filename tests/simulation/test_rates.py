@@ -260,6 +260,19 @@ def test_a_refused_start_is_not_kept_for_a_node_that_was_never_asked_for_it() ->
     assert has_told_all(b)
 
 
+def test_a_refused_start_is_not_kept_for_a_node_that_is_silent() -> None:
+    stage = Stage(ttl=TTL)
+    a, b = stage.actor("A"), stage.actor("B")
+    a.tries(rate=ONE).releases()
+    b.cut_off(2)
+    b.breaks(2)
+    b.beside().tries("x")  # so it connects, and both requests below wait for that
+    b.tries(rate=ONE)
+    assert isinstance(b.error, LockTaken)
+    stage.at(5 * stage.options["node_timeout"])
+    assert has_told_all(b)
+
+
 def test_a_start_without_a_body_is_given_back_to_a_node_that_came_back_before_it() -> None:
     stage = Stage(ttl=TTL)
     a = stage.actor("A")

@@ -250,6 +250,8 @@ class Acquirer:
         def request(permit: int | None, is_repeated: bool) -> bytes:
             return core.requests.take(start, first, permit, again=is_repeated)
 
+        if again:  # a node that was away may be asked now
+            start.never_asked.clear()
         round_ = StartRound(start, core.nodes.send_to, request, asked, is_repeated=again)
         start.sent = self._clock.now()
         return self._run(round_, round_.command(asked), start, acquisition), round_

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -75,10 +75,13 @@ class Outbox:
 class StartNote:
     """What is told of a start to nodes, once each: an outbox item and a reply handler.
 
-    request: makes it. longest: seconds until a node need not learn it any more.
+    request: makes it. longest: seconds until a node need not learn it any more. never_asked: the
+    nodes that need not learn it at all.
     """
 
-    __slots__ = ("_clock", "_made_at", "_outbox", "_request", "_script", "until")
+    __slots__ = (
+        "_clock", "_made_at", "_never_asked", "_outbox", "_request", "_script", "until"
+    )  # fmt: skip
     wanted = True
 
     def __init__(
@@ -86,10 +89,12 @@ class StartNote:
         request: Callable[[], bytes],
         script: Script,
         longest: float,
+        never_asked: Collection[int],
         clock: Clock,
         outbox: Outbox,
     ) -> None:
         self._request, self._script, self._made_at = request, script, clock.now()
+        self._never_asked = never_asked
         self._clock, self._outbox, self.until = clock, outbox, self._made_at + longest
 
     def command(self) -> Command:
@@ -101,7 +106,7 @@ class StartNote:
 
     def on_error(self, node: int, *_: object) -> None:
         """Keep it until the node is back."""
-        if self._clock.now() < self.until:
+        if node not in self._never_asked and self._clock.now() < self.until:
             self._outbox.put(node, self)
 
     def settle(self, node: int) -> None: ...
@@ -160,7 +165,8 @@ class Releaser:
         nodes = [node for node in range(len(start.ends)) if node not in start.never_asked]
         kept = start.key.rate.kept_ms(self.core.options.clock_drift) / 1000
         longest = min(kept, CANCELLED_FOR)  # later the nodes do not count it any more
-        self._note(nodes, functools.partial(self.core.requests.cancel, start), CANCEL, longest)
+        request = functools.partial(self.core.requests.cancel, start)
+        self._note(nodes, request, CANCEL, longest, start.never_asked)
 
     def cancel_last(self, acquisition: Acquisition) -> None:
         """Give back the start that was asked for last, which other clients have."""
@@ -179,10 +185,15 @@ class Releaser:
         self._note(nodes, request, RECORD, NOTED_FOR)
 
     def _note(
-        self, nodes: Sequence[int], request: Callable[[], bytes], script: Script, longest: float
+        self,
+        nodes: Sequence[int],
+        request: Callable[[], bytes],
+        script: Script,
+        longest: float,
+        never_asked: Collection[int] = (),
     ) -> None:
         core, now = self.core, self.core.clock.now()
-        note = StartNote(request, script, longest, core.clock, self.outbox)
+        note = StartNote(request, script, longest, never_asked, core.clock, self.outbox)
         for node in nodes:
             core.nodes.send_to(node, note.command())
         core.watchdog.run_maintenance_by(now + core.nodes.timeout)

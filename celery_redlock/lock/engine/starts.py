@@ -88,14 +88,7 @@ class StartRound(PermitRound):
         """As for a lock; None if nodes have permits free, but none that a quorum shares."""
         return None if self.is_free_somewhere and self.takable() is None else super().expires_in()
 
-    def on_reply(self, node: int, sent: float, reply: Any, run_id: str) -> None:
-        """As for a lock; the node may count the start, also if it was away at the first request."""
-        self._lease.never_asked.discard(node)
-        super().on_reply(node, sent, reply, run_id)
-
     def on_error(self, node: int, command: Command, error: NodeError) -> None:
         """As for a lock; a request that is sent once more looks for the permit of the first."""
         self._is_repeated = True
-        if error.lost:
-            self._lease.never_asked.discard(node)
         super().on_error(node, self.command(self.asked), error)
