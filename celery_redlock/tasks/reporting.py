@@ -50,21 +50,24 @@ class _Pending(NamedTuple):
     then: Callable[[], object] | None
 
 
+_NOTHING = _Pending(str, str, -math.inf, None)
+
+
 class StoringThread:
     """Stores the states that a worker's main process reports, in one thread; one of each message.
 
     A result backend that hangs blocks this thread, and not the event loop. Some states are lost
     then, but no final ones: those of messages that go on meanwhile, and those above `MOST_PENDING`.
-    Under gevent the thread is a greenlet. call_soon: calls a function in the event loop. ended: the
-    `then` of final states that are stored by now.
+    Under gevent the thread is a greenlet. call_soon: calls a function in the event loop.
     """
 
     def __init__(self, app: Any, call_soon: Callable[[Callable[[], object]], object]) -> None:
         self._app, self._call_soon, self._clock = app, call_soon, SystemClock()
         self._changed = threading.Condition()
         self._pending: dict[str, _Pending] = {}  # by task id
-        self.ended = deque[Callable[[], object]]()
         self._stored, self._began = "", 0.0  # whose state is being stored; monotonic seconds
+        self._storing = _NOTHING
+        self._ended = deque[Callable[[], object]]()  # the `then` of those that are stored
         self._then: list[Callable[[], object]] = []  # what waits for the end of that
         self._runs = False
 
@@ -90,7 +93,8 @@ class StoringThread:
         if is_full:
             lost("the result backend does not keep up")
         if replaced is not None and replaced.then is not None:
-            self._end(replaced.then)
+            self._ended.append(replaced.then)
+            self._call_soon(self.call_ended)
 
     def withdraw(self, id_: str, then: Callable[[], object]) -> bool:
         """Forget the state of a message that is about to run: it would be stored over a later one.
@@ -107,33 +111,32 @@ class StoringThread:
             self._then.append(then)
             return False
 
-    def forget(self) -> None:
-        """Forget the states of messages that wait: these come anew, to this worker or another."""
+    def forget(self, *, keeps_ends: bool = False) -> None:
+        """Forget the states of messages that wait: these come anew, to this worker or another.
+
+        So do those of final states, which cannot be acknowledged any more, unless keeps_ends.
+        """
         with self._changed:
             finals = [one for one in self._pending.items() if one[1].until > -math.inf]
             self._pending = dict(finals)
+            if not keeps_ends:
+                self._pending = {id_: one._replace(then=None) for id_, one in finals}
+                self._storing = self._storing._replace(then=None)
+                self._ended.clear()
 
     def flush(self) -> None:
-        """Wait until all states are stored, for `DEADLINE` at most.
-
-        After that nothing is called for the others: their messages come anew.
-        """
+        """Wait until all states are stored, for `DEADLINE` at most."""
         with self._changed:
             self._changed.wait_for(lambda: not self._pending and not self._stored, DEADLINE)
-            self._pending = {id_: one._replace(then=None) for id_, one in self._pending.items()}
 
     def call_ended(self) -> None:
-        """Call `ended`; in the event loop."""
+        """Call the `then` of each final state that is stored by now; in the event loop."""
         while True:
             try:
-                then = self.ended.popleft()
+                then = self._ended.popleft()
             except IndexError:  # also if another thread was first
                 return
             then()
-
-    def _end(self, then: Callable[[], object]) -> None:
-        self.ended.append(then)
-        self._call_soon(self.call_ended)
 
     def _run(self) -> None:
         with contextlib.suppress(Exception):  # of a backend that cannot be made: the store says why
@@ -144,7 +147,7 @@ class StoringThread:
                     self._runs = False
                     return
                 self._stored = next(iter(self._pending))
-                pending = self._pending.pop(self._stored)
+                self._storing = pending = self._pending.pop(self._stored)
                 self._began = self._clock.now()
             is_again = False
             try:
@@ -153,13 +156,16 @@ class StoringThread:
                 is_again = self._clock.now() < pending.until
                 if not is_again:
                     pending.lost(error)
-            if pending.then is not None and not is_again:
-                self._end(pending.then)
             with self._changed:
+                pending, self._storing = self._storing, _NOTHING  # its `then` may be gone
                 if is_again:  # last, unless the message has another state by now
                     self._pending.setdefault(self._stored, pending)
+                elif pending.then is not None:
+                    self._ended.append(pending.then)
                 self._stored, then, self._then = "", self._then, []
                 self._changed.notify_all()
+            if self._ended:
+                self._call_soon(self.call_ended)
             for call in then:
                 call()
             if is_again:

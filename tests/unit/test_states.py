@@ -14,7 +14,6 @@ from celery.backends.base import KeyValueStoreBackend
 from celery.exceptions import SoftTimeLimitExceeded
 from celery.signals import task_revoked
 
-from celery_redlock.tasks import reporting
 from celery_redlock.tasks.reporting import MOST_PENDING, StateReporter, StoringThread
 from tests.conftest import eventually
 
@@ -124,13 +123,13 @@ class Storing:
     states after which their message was acknowledged.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_final: bool = False) -> None:
         self.thread = StoringThread(SimpleNamespace(backend=None), lambda call: call())
         self.stored, self.lost, self.failing = list[str](), list[str](), set[str]()
         self.error: type[BaseException] = OSError
         self.ended: list[str] = []
         self.answers = threading.Event()
-        self.put("1", "first")
+        self.put("1", "first", is_final=is_final)
         eventually(lambda: self.stored)
 
     def put(self, id_: str, name: str, *, is_final: bool = False) -> None:
@@ -178,29 +177,38 @@ def test_of_a_message_that_runs_meanwhile_no_state_is_stored_but_a_final_one(
     assert storing.lost == []
 
 
+@pytest.mark.parametrize("keeps_ends", [True, False])
 def test_of_messages_that_the_broker_delivers_anew_only_final_states_are_stored(
-    storing: Storing,
+    storing: Storing, keeps_ends: bool
 ) -> None:
     storing.put("2", "second")
     storing.put("3", "revoked", is_final=True)
-    storing.thread.forget()
+    storing.thread.forget(keeps_ends=keeps_ends)
     storing.answers.set()
     storing.thread.flush()
     assert storing.stored == ["first", "revoked"]
-    assert storing.ended == ["revoked"]
+    assert storing.ended == ["revoked"] * keeps_ends  # else by a connection that is lost
 
 
-def test_a_message_whose_end_is_stored_after_the_last_moment_is_not_acknowledged(
-    storing: Storing, monkeypatch: pytest.MonkeyPatch
+def test_a_message_that_comes_anew_is_acknowledged_once_its_new_delivery_has_an_end(
+    storing: Storing,
 ) -> None:
-    monkeypatch.setattr(reporting, "DEADLINE", 0.05)
     storing.put("2", "revoked", is_final=True)
-    storing.thread.flush()  # its connection to the broker ends now
-    storing.answers.set()
-    eventually(lambda: storing.stored == ["first", "revoked"])
-    monkeypatch.undo()
-    storing.thread.flush()
+    storing.thread.forget()
+    storing.put("2", "revoked again", is_final=True)
     assert storing.ended == []
+    storing.answers.set()
+    eventually(lambda: storing.ended == ["revoked again"])
+
+
+def test_a_message_whose_end_is_just_being_stored_is_not_acknowledged_by_a_lost_connection() -> (
+    None
+):
+    storing = Storing(is_final=True)
+    storing.thread.forget()
+    storing.answers.set()
+    storing.put("2", "second", is_final=True)
+    eventually(lambda: storing.ended == ["second"])
 
 
 @pytest.mark.parametrize("error", [OSError, SystemExit])

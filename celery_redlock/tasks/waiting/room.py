@@ -109,7 +109,6 @@ class WaitingRoom(bootsteps.StartStopStep):
         # until when new messages take it for theirs
         self._refusals: dict[QueueKey, tuple[float, float, Deferral]] = {}
         self._coming_back.clear()
-        self.states.ended.clear()
         self._loop.clear()
 
     def start(self, parent: Any) -> None:
@@ -128,15 +127,17 @@ class WaitingRoom(bootsteps.StartStopStep):
         end_sweeps, self._end_sweeps = self._end_sweeps, None
         if end_sweeps is not None:  # first: a sweep may run now, and would go on
             end_sweeps()
-        if self._is_stopping:
-            self.states.forget()
-            self.states.flush()  # a DEFERRED that is stored later would stay over a final state
-            self.states.call_ended()  # acknowledges the messages whose end is stored
-            requests = [*self._coming_back, *(waiter.request for waiter in self.waiting())]
-            requests += self._dispatcher.unaccepted()
-            deferred = (one for one in requests if getattr(one, "is_deferred_here", False))
-            all(request.publish_again() for request in deferred)
-        self._forget()
+        try:
+            if self._is_stopping:
+                self.states.forget(keeps_ends=True)
+                self.states.flush()  # a DEFERRED that is stored later would stay over a final state
+                self.states.call_ended()  # acknowledges the messages whose end is stored
+                requests = [*self._coming_back, *(waiter.request for waiter in self.waiting())]
+                requests += self._dispatcher.unaccepted()
+                deferred = (one for one in requests if getattr(one, "is_deferred_here", False))
+                all(request.publish_again() for request in deferred)
+        finally:
+            self._forget()
 
     @property
     def _is_stopping(self) -> bool:
