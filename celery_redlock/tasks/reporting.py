@@ -66,9 +66,9 @@ class StoringThread:
         self._changed = threading.Condition()
         self._pending: dict[str, _Pending] = {}  # by task id
         self._stored, self._began = "", 0.0  # whose state is being stored; monotonic seconds
-        self._storing = _NOTHING
-        self._ended = deque[Callable[[], object]]()  # the `then` of those that are stored
         self._then: list[Callable[[], object]] = []  # what waits for the end of that
+        self._storing = _NOTHING  # that state
+        self._ended = deque[Callable[[], object]]()  # the `then` of those that are stored
         self._runs = False
 
     def put(
