@@ -117,12 +117,12 @@ class StoringThread:
         So do those of final states, which cannot be acknowledged any more, unless keeps_ends.
         """
         with self._changed:
-            finals = [one for one in self._pending.items() if one[1].until > -math.inf]
-            self._pending = dict(finals)
+            finals = {id_: one for id_, one in self._pending.items() if one.until > -math.inf}
             if not keeps_ends:
-                self._pending = {id_: one._replace(then=None) for id_, one in finals}
+                finals = {id_: one._replace(then=None) for id_, one in finals.items()}
                 self._storing = self._storing._replace(then=None)
                 self._ended.clear()
+            self._pending = finals
 
     def flush(self) -> None:
         """Wait until all states are stored, for `DEADLINE` at most."""

@@ -59,6 +59,7 @@ def test_coroutines_that_wait_for_a_resource_each_let_the_event_loop_run(nodes: 
     found = figures("resources", nodes)
     assert found["busy"] < 1.0, found
     assert found["stood_still"] < WAIT_FOR_RESOURCE / 2, found
+    assert found["overrun"] < WAIT_FOR_RESOURCE, found
     assert found["ends"] == {"LockTaken": RESOURCES}, found
 
 

@@ -10,8 +10,9 @@ import socket
 from collections.abc import Iterator
 
 import pytest
+from celery.result import AsyncResult
 
-from celery_redlock.testing import EmbeddedNode
+from celery_redlock.testing import EmbeddedNode, WorkerProcess
 from tests.conftest import Nodes, eventually, trust_nodes
 from tests.integration.conftest import MakeStage, Stage, slow_but
 from tests.integration.test_untried import LONG, see_each_run_once, wait_behind
@@ -72,18 +73,26 @@ def test_a_frozen_backend_and_a_frozen_node_keep_no_worker_from_its_commands(
     assert {stage.info(one)["status"] for one in results[:-1]} == {"SUCCESS"}
 
 
-@pytest.mark.parametrize("pool", slow_but(("prefork",), ("prefork", "threads", "gevent")))
-def test_an_expired_message_stays_with_the_broker_until_its_end_is_stored(
-    nodes: Nodes, backend: EmbeddedNode, make_stage: MakeStage, pool: str
-) -> None:
-    """Else a worker that is killed meanwhile loses the end, and its caller waits for ever."""
-    stage = make_stage(nodes, result_backend=backend.url)
+def expired_in_a_worker(
+    stage: Stage, backend: EmbeddedNode, pool: str
+) -> tuple[list[AsyncResult], WorkerProcess]:
+    """Give two expired messages to a worker whose backend hangs: it has yet to store their end."""
     results = [stage.tasks.work.apply_async(("k",), expires=0.001) for _ in range(2)]
     backend.pause()
     worker = stage.worker(pool=pool, concurrency=2)
     for result in results:
         eventually(lambda id_=result.id: f"[{id_}]" in worker.output().partition("Discarding")[2])
     stage.see_listening()
+    return results, worker
+
+
+@pytest.mark.parametrize("pool", slow_but(("prefork",), ("prefork", "threads", "gevent")))
+def test_an_expired_message_stays_with_the_broker_until_its_end_is_stored(
+    nodes: Nodes, backend: EmbeddedNode, make_stage: MakeStage, pool: str
+) -> None:
+    """Else a worker that is killed meanwhile loses the end, and its caller waits for ever."""
+    stage = make_stage(nodes, result_backend=backend.url)
+    results, _ = expired_in_a_worker(stage, backend, pool)
     client = stage.broker.client()
     assert client.hlen("unacked") == len(results)
     backend.resume()
@@ -115,12 +124,7 @@ def test_a_worker_that_stops_acknowledges_the_messages_whose_end_it_stores(
 ) -> None:
     """Else the next worker, which knows no revocation, would run what is stored as REVOKED."""
     stage = make_stage(nodes, result_backend=backend.url)
-    results = [stage.tasks.work.apply_async(("k",), expires=0.001) for _ in range(2)]
-    backend.pause()
-    worker = stage.worker(pool=pool, concurrency=2)
-    for result in results:
-        eventually(lambda id_=result.id: f"[{id_}]" in worker.output().partition("Discarding")[2])
-    stage.see_listening()
+    results, worker = expired_in_a_worker(stage, backend, pool)
     worker.signal(signal.SIGTERM)
     eventually(lambda: "Warm shutdown" in worker.output())
     backend.resume()

@@ -112,8 +112,8 @@ class StartNote:
     def settle(self, node: int) -> None: ...
 
 
-# Seconds for which a node that is away is to learn of a start, and of one that never became a body:
-# each start is noted for that node, but only a broken connection leaves one that is taken back
+# Seconds for which a node that is away is told of a start, and of one that is taken back. The first
+# is for each start of that time, the second only for those that a broken connection left.
 NOTED_FOR, CANCELLED_FOR = 60.0, 3600.0
 REPEATED_AFTER = (0.25, 1.0, 4.0)  # seconds after which an orphan is released once more
 
@@ -163,8 +163,8 @@ class Releaser:
         """Tell all nodes that a start whose body has not begun is free."""
         start.end()  # first: no request for it leaves after that
         nodes = [node for node in range(len(start.ends)) if node not in start.never_asked]
-        kept = start.key.rate.kept_ms(self.core.options.clock_drift) / 1000
-        longest = min(kept, CANCELLED_FOR)  # later the nodes do not count it any more
+        kept = start.key.rate.kept_ms(self.core.options.clock_drift) / 1000  # later none counts it
+        longest = min(kept, CANCELLED_FOR)
         request = functools.partial(self.core.requests.cancel, start)
         self._note(nodes, request, CANCEL, longest, start.never_asked)
 
