@@ -3,8 +3,9 @@ PYTHON ?= python3
 
 SECONDS ?= 600
 QUICK ?=
+PYTHONS ?=
 
-.PHONY: shop test test-all docs soak benchmarks clean
+.PHONY: shop test test-all pythons docs night benchmarks clean
 
 shop:  ## the example: a shop without and with the lock
 	$(PYTHON) -m example_worker
@@ -12,13 +13,16 @@ shop:  ## the example: a shop without and with the lock
 test:  ## lint, types, and the tests that show most for their time
 	$(PYTHON) -m tests
 
-test-all:  ## every test but the storm
+test-all:  ## every test but the storm, on all stores, and the pages
 	$(PYTHON) -m tests --all
+
+pythons:  ## what depends on the interpreter, on each of PYTHONS='...' or those that PATH has
+	$(PYTHON) -m tests.pythons $(PYTHONS)
 
 docs:  ## the site, in build/site
 	$(PYTHON) -m docs
 
-soak:  ## all mutants; the simulator and the storm, SECONDS (600) each
+night:  ## with new seeds: all mutants; the simulator and the storm, SECONDS (600) each
 	$(PYTHON) -m tests.mutants
 	$(PYTHON) -m tests.simulation --seconds $(SECONDS)
 	$(PYTHON) -m tests.integration.storm --seconds $(SECONDS)

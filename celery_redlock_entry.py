@@ -38,6 +38,11 @@ class LateGroup(click.Command):
 redlock = LateGroup("redlock", help="Show the locks of tasks, and repair what is wrong with them.")
 
 
+def without_proxy(app: Any) -> Any:
+    """Return an app, also for `celery.current_app`, which stands for one and cannot be a key."""
+    return app._get_current_object() if hasattr(type(app), "_get_current_object") else app
+
+
 def lock_names(task: Any) -> set[str]:
     """Return the names in `lock_*` that a task sets itself, and that none of its bases declares."""
     own, *bases = type(task).__mro__
@@ -82,15 +87,16 @@ def _look_at_tasks(app: Any) -> None:
 
 def look_at_worker(sender: Any, **_: Any) -> None:
     """Let the package prepare a worker; of an app that is yet to finalize it does so then."""
+    sender.app = without_proxy(sender.app)
     workers.add(sender)
     if sender.app.finalized or not _hears_finalize:
         try:
             _look_at_tasks(sender.app)
-        except ImproperlyConfigured as error:
+        except (ImproperlyConfigured, ImportError) as error:  # Celery would only log it
             _end_at_start(sender, error)
 
 
-def _end_at_start(worker: Any, error: ImproperlyConfigured) -> None:
+def _end_at_start(worker: Any, error: Exception) -> None:
     """Have a worker end with an error; the package does so by a bootstep if it can be imported."""
     if "celery_redlock.wiring" in sys.modules:
         return

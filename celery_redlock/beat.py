@@ -14,10 +14,12 @@ import os
 import socket
 from contextlib import suppress
 from functools import cached_property
+from importlib.metadata import entry_points
+from pkgutil import resolve_name
 from typing import Any
 
 from celery.beat import PersistentScheduler, Scheduler, Service
-from celery.utils.imports import load_extension_class_names, symbol_by_name
+from kombu.exceptions import OperationalError
 
 from celery_redlock import compatibility
 from celery_redlock.errors import LockTaken, NotAcquired, describe_taken
@@ -25,6 +27,7 @@ from celery_redlock.lock.lock import Lock, renew_for
 from celery_redlock.lock.model.options import LockOptions
 from celery_redlock.tasks.per_app import redlock_of, settings_of
 from celery_redlock.tasks.settings.app import WRAPS_ITSELF, OptionSource
+from celery_redlock_entry import without_proxy
 
 logger = logging.getLogger(__name__)
 compatibility.check(compatibility.IN_BEAT)
@@ -35,6 +38,10 @@ AFTER_FAILURE = 1.0  # seconds until the next try
 
 class _NotHeldError(BaseException):
     """The lock is not held. Celery logs any Exception of a send, and counts the entry as sent."""
+
+
+class _BrokerAwayError(BaseException):
+    """The broker takes nothing from here. As above: the entry is to be sent by another beat."""
 
 
 class WrappedScheduler(Scheduler):
@@ -81,17 +88,33 @@ class WrappedScheduler(Scheduler):
         """The producer of the wrapped scheduler. It publishes nothing after the lock is lost.
 
         What comes before the publish may take long: a claim, a result store, a user's signal.
+        Raises _BrokerAwayError: Celery's own would try a hundred times.
         """
+        self._check_broker()
         producer = super().producer
         publish = producer.publish
 
         def publish_while_held(*args: Any, retry_policy: Any = None, **options: Any) -> Any:
             self.check_held()
             policy = {**(retry_policy or {}), "errback": self.check_held}
-            return publish(*args, retry_policy=policy, **options)
+            try:
+                return publish(*args, retry_policy=policy, **options)
+            except (OperationalError, *self.connection.connection_errors):
+                self._check_broker()
+                raise  # another message may be taken: this one is not, wherever it comes from
 
         producer.publish = publish_while_held
         return producer
+
+    def _check_broker(self) -> None:
+        """Raise _BrokerAwayError if no broker of the app takes a connection."""
+        with self.app.connection_for_write() as connection:
+            try:
+                connection.ensure_connection(
+                    max_retries=len(connection.alt or "1"), interval_start=0, interval_step=0
+                )
+            except OperationalError as error:
+                raise _BrokerAwayError(str(error)) from None
 
     def discard(self) -> None:
         """Save nothing from now on, and close what is open."""
@@ -119,11 +142,13 @@ class LockedScheduler(Scheduler):
     def __init__(
         self, app: Any, schedule_filename: Any = None, max_interval: Any = None, **options: Any
     ) -> None:
+        app = without_proxy(app)
         super().__init__(app, max_interval=max_interval, **options)
         wrapped, self._lock = _scheduler_class(app), _lock_of(app)
         self._wrapped, self._redlock = wrapped, redlock_of(app)
         self._clock = self._redlock.session.clock
         self._failed_at, self._has_told_of_holder = -math.inf, False
+        self._behind_until = -math.inf  # monotonic seconds until which it lets others lead
         self._inner: Any = None  # while this beat has the lock
         held = {"beat_lock": self._lock}
         self._made: Any = type(wrapped.__name__, (WrappedScheduler, wrapped), held)
@@ -154,6 +179,13 @@ class LockedScheduler(Scheduler):
         except _NotHeldError:
             self._step_down()
             return 0.0
+        except _BrokerAwayError as away:
+            text = "beat gives the lock %r up: its broker cannot be reached: %s"
+            extra = {"event": "beat_broker_away"}
+            logger.warning(text, self._lock.resource, away, extra=extra)
+            self._step_down()
+            self._behind_until = self._clock.now() + self.max_interval
+            return self.max_interval
         self._keep()
         return min(interval or 0.0, self.max_interval)
 
@@ -177,6 +209,8 @@ class LockedScheduler(Scheduler):
     def _stand_by(self) -> float:
         """Wait for the lock in this thread, which owns it then; make the wrapped scheduler."""
         self._step_down()
+        if (left := self._behind_until - self._clock.now()) > 0:
+            return left
         redlock = redlock_of(self.app)
         if redlock is not self._redlock:  # a user's code has closed the one before
             self._redlock, self._lock = redlock, _lock_of(self.app)
@@ -240,7 +274,8 @@ def _scheduler_class(app: Any) -> Any:
     if is_own:
         source, name = OptionSource("app", "beat_scheduler"), app.conf.beat_scheduler
     try:
-        found = symbol_by_name(name, aliases=dict(load_extension_class_names(SHORT_NAMES)))
+        short = {one.name: one.value for one in entry_points(group=SHORT_NAMES)}
+        found = resolve_name(short.get(name, name)) if isinstance(name, str) else name
     except Exception as error:  # of any module
         raise source.wrong(name, f"cannot be imported: {error}") from error
     if not (isinstance(found, type) and issubclass(found, Scheduler)):

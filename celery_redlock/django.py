@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from celery_redlock.tasks.sending import check_send
 from celery_redlock.tasks.task import LockedTask
 
 try:
     from celery.contrib.django.task import DjangoTask
 except ImportError as error:
-    text = "celery_redlock.django needs Django, and Celery 5.4 or newer: pip install django"
+    text = "celery_redlock.django needs Django: pip install django"
     raise ImportError(f"{text} ({error})") from error
 
 __all__ = ["LockedDjangoTask"]
@@ -37,5 +38,5 @@ class LockedDjangoTask(LockedTask, DjangoTask):
         A wrong option raises SettingsError here, before the commit.
         """
         if not more:  # such a send is not deduplicated
-            self._check_send(args, kwargs, options)
+            check_send(self, options)
         super().apply_async_on_commit(args, kwargs, *more, **options)

@@ -64,7 +64,9 @@ def abstention_cause(seconds: float, *, keeps_locks: bool = False) -> str:
 
     keeps_locks: whether the node keeps its locks over a restart, so that it is another server.
     """
-    why = ": its timeline changed, so it may have lost locks, or its prefix is new"
+    why = (
+        ": its server, timeline or schema changed, so it may have lost locks, or its prefix is new"
+    )
     left = math.ceil(seconds)
     return f"grants no lock for {left} s more (restart guard{why if keeps_locks else ''})"
 
@@ -124,13 +126,14 @@ class NoRunError(RedlockError, AttributeError):
     """A task's `lock` was read where there is none.
 
     task: the task's name. in_run: in a run that takes no lock, or has not asked for it yet.
+    in_hook: in a hook that is called outside the run, as after a hard time limit.
     """
 
     _anchor = anchors.NO_RUN
 
-    def __init__(self, task: str, in_run: bool = False) -> None:
-        super().__init__(task, in_run)
-        self.task, self.in_run = task, in_run
+    def __init__(self, task: str, in_run: bool = False, in_hook: bool = False) -> None:
+        super().__init__(task, in_run, in_hook)
+        self.task, self.in_run, self.in_hook = task, in_run, in_hook
 
     def _text(self) -> str:
         if self.in_run:
@@ -138,6 +141,13 @@ class NoRunError(RedlockError, AttributeError):
                 f"{self.task} has no lock here: this run takes none, as its lock_key is False or "
                 "returns None; or it is before_start, and the lock is acquired after that. "
                 "current_lock() is None then"
+            )
+        if self.in_hook:
+            return (
+                f"{self.task} has no lock here: this hook is called outside the run. After a hard "
+                "time limit, or if its process is killed, Celery calls the hooks in the worker's "
+                "main process, and the lock is released once the run's process is gone. The "
+                "arguments of the hook have the task's id; lock_for() gives the lock by its name"
             )
         return (
             f"{self.task} has no lock here: a direct call of a task takes no lock. Run it by "

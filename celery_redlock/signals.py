@@ -12,7 +12,7 @@ import threading
 from dataclasses import dataclass
 from typing import Any
 
-from celery.utils.dispatch import Signal
+from celery import signals as celery_signals
 
 from celery_redlock.lock.engine.events import (
     LockAcquiredEvent,
@@ -46,7 +46,8 @@ __all__ = [
 
 
 def _signal(name: str) -> Any:
-    signal = Signal(name=name, providing_args={"event"})
+    # by the class of Celery's own, which no public module names
+    signal: Any = type(celery_signals.before_task_publish)(name=name, providing_args={"event"})
     # Celery's own lock is not reentrant: a finalizer that releases inside `send` would deadlock
     signal.lock = threading.RLock()
     return signal

@@ -7,7 +7,8 @@ gets `PREPARATIONS` and `STEPS` if its app locks tasks. Elsewhere only these con
 demand:
 - `operate/metrics.py`: receivers of the public signals, if `redlock_metrics` is set.
 - `operate/tracing.py`: receivers of the public signals, if the process has imported OpenTelemetry.
-- `lock/client.py`, `tasks/children/reaper.py`: fork hooks of the operating system's, not Celery's.
+- `lock/platform/forks.py`, `tasks/children/reaper.py`: hooks of the operating system's forks, not
+  Celery's.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ from typing import Any
 
 from celery import signals as celery_signals
 from celery._state import _get_active_apps
-from celery.local import maybe_evaluate
 from celery.worker.control import inspect_command
 
 import celery_redlock_entry
@@ -28,7 +28,7 @@ from celery_redlock import compatibility, signals
 from celery_redlock.errors import SettingsError
 from celery_redlock.lock import client
 from celery_redlock.lock.engine.events import Events
-from celery_redlock.operate import control, lints, metrics, tracing
+from celery_redlock.operate import control, lints, metrics, start_report, tracing
 from celery_redlock.tasks import per_app, startup, task, wrapping
 from celery_redlock.tasks.body import notify_bodies
 from celery_redlock.tasks.children import reaper
@@ -66,7 +66,7 @@ RECEIVERS = (
     # a worker's main process, once it consumes, and when it ends
     Receiver(celery_signals.worker_ready, compatibility.warn_if_newer),
     Receiver(celery_signals.worker_ready, startup.report_nodes),
-    Receiver(celery_signals.worker_ready, lints.report_lints),
+    Receiver(celery_signals.worker_ready, start_report.report_lints),
     Receiver(celery_signals.worker_ready, metrics.serve_metrics),
     Receiver(celery_signals.worker_shutdown, reaper.stop_watching),
     Receiver(celery_signals.worker_shutdown, metrics.close_metrics),
@@ -95,7 +95,7 @@ INSPECT_COMMANDS = (control.redlock_held, control.redlock_waiting, control.redlo
 
 _connected = False
 _connecting = threading.RLock()  # a signal handler may bind a task in the thread that has it
-_own_tasks: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
+_own_tasks: weakref.WeakKeyDictionary[Any, list[Any] | None] = weakref.WeakKeyDictionary()
 
 
 def begin() -> None:
@@ -115,7 +115,8 @@ def begin() -> None:
     for app in finalized:
         # not if this thread is just finalizing it: its settings may import the package
         # Source: celery.app.base: `finalize` keeps this mutex; `threading` itself asks `_is_owned`
-        if not app._finalize_mutex._is_owned():
+        mutex = getattr(app, "_finalize_mutex", None)
+        if not getattr(mutex, "_is_owned", bool)():  # unknown: what is wrong is raised early
             finish(app)
 
 
@@ -123,7 +124,8 @@ def watch(app: Any) -> None:
     """Adopt the tasks of an app that `redlock_tasks` names, and finish when it has finalized."""
     # Source: celery.app.base: `_pending` has the app's own tasks, which no other app has shared
     if app not in _own_tasks:
-        _own_tasks[app] = list(app._pending)
+        pending = getattr(app, "_pending", None)
+        _own_tasks[app] = None if pending is None else list(pending)
         startup.AdoptingRegistry.of(app)
         celery_redlock_entry.at_end_of_finalize(app, finish)
 
@@ -134,7 +136,10 @@ def finish(app: Any) -> None:
     Raises SettingsError. A worker of the app is prepared before that: its step raises it again.
     """
     per_app.checked.add(app)
-    if any(isinstance(maybe_evaluate(one), task.LockedTask) for one in _own_tasks.get(app, ())):
+    own = _own_tasks.get(app, ())
+    if own is None:  # not known: then all count, and a worker without nodes is refused
+        own = startup.locked_tasks(app)
+    if any(isinstance(one, task.LockedTask) for one in own):  # which evaluates a proxy
         per_app.owners.add(app)
     _own_tasks[app] = []
     tracing.connect_if_recording()
@@ -163,8 +168,6 @@ def prepare_workers(app: Any) -> None:
     if not workers:
         return
     if not _concerns(app):
-        if not _connected:
-            celery_signals.before_task_publish.disconnect(send.carry_options)
         return
     connect()
     for worker in workers:

@@ -10,8 +10,8 @@ import contextlib
 import html
 import inspect
 import re
-import sys
 import textwrap
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,6 @@ from docutils import nodes
 from sphinx import addnodes
 
 import celery_redlock
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib  # Sphinx needs it there
 
 ROOT = Path(__file__).resolve().parent.parent
 ABOUT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]

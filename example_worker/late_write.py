@@ -190,7 +190,7 @@ def _schema(url: str) -> Iterator[None]:
     except psycopg.Error as error:
         raise RuntimeError(f"{POSTGRESQL}: {error}") from error
     with connected as connection:
-        is_ours = create_schema(connection)
+        is_ours = create_schema(connection) in ("new", "trusted")
         try:
             yield
         finally:

@@ -8,11 +8,12 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-from selenium.common.exceptions import WebDriverException
-from selenium.webdriver import Chrome, ChromeOptions
-from selenium.webdriver.chrome.service import Service
+
+if TYPE_CHECKING:
+    from selenium.webdriver import Chrome
 
 PACKAGES = ("chromium", "chromium-driver")  # Debian's names
 WINDOW = (1200, 900)  # pixels
@@ -32,6 +33,11 @@ def browser(folder: Path) -> Iterator[Chrome]:
     """
     if without := missing():
         pytest.skip(without)
+    # imported late: it comes with the lane of the pages
+    from selenium.common.exceptions import WebDriverException
+    from selenium.webdriver import Chrome, ChromeOptions
+    from selenium.webdriver.chrome.service import Service
+
     options = ChromeOptions()
     options.binary_location = str(shutil.which("chromium"))
     for word in (

@@ -6,6 +6,7 @@ import struct
 import subprocess
 from pathlib import Path
 
+from celery_redlock.lock.platform.clock import SystemClock
 from celery_redlock.testing import EmbeddedNode
 
 HOUR = 3600  # s
@@ -82,3 +83,12 @@ class WallClock:
         """Set it to the right time and so many s, negative ones too."""
         with self._ahead.open("r+b") as file:
             file.write(struct.pack("q", ahead))
+
+
+class StoppedClock(SystemClock):
+    """A clock of the package that goes on as a test turns it. time: monotonic s."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.time = 0.0
+        self.now = lambda: self.time

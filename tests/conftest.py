@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import fcntl
+import functools
+import gc
+import importlib.metadata
 import os
 import shutil
 import signal
@@ -11,13 +14,18 @@ import tarfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import celery
 import hypothesis
 import pytest
+from celery import _state
+from redis import Redis
+from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.retry import Retry
 
 from celery_redlock import Lock, Redlock
 from celery_redlock.lock.model.acquisition import Acquisition
@@ -27,7 +35,7 @@ from celery_redlock.lock.server.requests import REGISTER, Requests
 from celery_redlock.lock.transport.command import IGNORE_REPLY, Command, Script
 from celery_redlock.testing import EmbeddedNode, embedded_nodes
 from tests.clocks import WallClock
-from tests.reruns import limit_reruns
+from tests.reruns import mark_flaky
 from tests.skips import is_allowed
 
 # s: a busy machine keeps a node or a thread of ours waiting for longer than the defaults allow
@@ -36,21 +44,41 @@ NODE_TIMEOUT = 2.0  # where short ttls are needed
 TTL = 4 * NODE_TIMEOUT  # of locks that are renewed: a stall of 5 s, below two thirds, loses none
 FREED = 15.0  # below two thirds of the default ttl: what is free by then did not just expire
 
+# redis-py reads its own version from a file for each connection: a tenth of the tests' time
+importlib.metadata.version = functools.cache(importlib.metadata.version)
+
 # how long an example takes says more about the machine than about what is tested
 hypothesis.settings.register_profile(
-    "any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
-)
+    "any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow],
+    max_examples=int(os.environ.get("CELERY_REDLOCK_EXAMPLES", "40")),
+)  # fmt: skip
 hypothesis.settings.load_profile("any machine")
+
+# of the lane of pages: files, and what they import that the default run does not install
+OF_PAGES = {"integration/test_flower.py": "selenium", "test_site.py": "sphinx"}
+collect_ignore = [file for file, module in OF_PAGES.items() if find_spec(module) is None]
 
 T = TypeVar("T")
 Nodes = list[EmbeddedNode]
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Limit which tests `--reruns` runs again."""
-    reruns = config.getoption("reruns")
-    if reruns:
-        limit_reruns(items, reruns, config.getoption("reruns_delay") or 0.0)
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option that says on which stores the contract tests run."""
+    parser.addoption(
+        "--store", choices=["valkey", "postgresql", "all"], default="valkey",
+        help="what the lock nodes of contract tests are",
+    )  # fmt: skip
+
+
+def pytest_collection_finish() -> None:
+    """Leave what was collected out of each search for garbage, which would walk through all."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the few tests that may run again."""
+    mark_flaky(items)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
@@ -122,11 +150,29 @@ def _signals_reach_processes() -> None:
             signal.signal(number, lambda *_: None)
 
 
+@pytest.fixture(autouse=True)
+def _shared_tasks_stay() -> Iterator[None]:
+    """Let the tasks that a test declares be shared with no app of a later test.
+
+    `app.task` shares a task with every app that finalizes later, unless it is told not to.
+    """
+    before = set(_state._on_app_finalizers)
+    yield
+    _state._on_app_finalizers &= before
+
+
 @pytest.fixture(scope="session")
 def standing_nodes(request: pytest.FixtureRequest) -> Iterator[Nodes]:
-    """Give three nodes that no test ends; use `nodes`, which empties them first.
+    """Give three nodes that no test ends; use `nodes`, which empties them first."""
+    with three_nodes(request) as servers:
+        yield servers
 
-    Of the store "postgresql", one PostgreSQL: a parameter names the store, or CELERY_REDLOCK_STORE.
+
+@contextmanager
+def three_nodes(request: pytest.FixtureRequest) -> Iterator[Nodes]:
+    """Start three nodes; of the store "postgresql", one PostgreSQL.
+
+    A parameter of the fixture names the store, or CELERY_REDLOCK_STORE.
     """
     store = getattr(request, "param", os.environ.get("CELERY_REDLOCK_STORE"))
     if store != "postgresql":
@@ -144,12 +190,45 @@ def standing_nodes(request: pytest.FixtureRequest) -> Iterator[Nodes]:
 
 
 @pytest.fixture
-def nodes(standing_nodes: Nodes) -> Nodes:
+def nodes(standing_nodes: Nodes, trusting: Callable[[], None]) -> Nodes:
     """Give three empty nodes that a test does not end."""
-    for node in standing_nodes:
-        node.client().flushall()
-    trust_nodes(standing_nodes)
+    trusting()
     return standing_nodes
+
+
+@pytest.fixture(scope="session")
+def trusting(standing_nodes: Nodes) -> Callable[[], None]:
+    """Give what empties the standing nodes, and leaves what a node needs to vote.
+
+    A client that trusts them takes ten times as long as to write what it had written.
+    """
+    trust_nodes(standing_nodes)
+    if not isinstance(standing_nodes[0], EmbeddedNode):
+
+        def empty() -> None:
+            for node in standing_nodes:
+                node.client().flushall()
+            trust_nodes(standing_nodes)
+
+        return empty
+    again: dict[str, Any] = {"retry": Retry(NoBackoff(), 3)}  # a test may have cut its connection
+    clients = [
+        Redis(port=node.port, retry_on_error=[RedisConnectionError], **again)
+        for node in standing_nodes
+    ]
+    kept = [
+        {name: value for name in client.scan_iter() if (value := client.get(name)) is not None}
+        for client in clients
+    ]
+
+    def restore() -> None:
+        for client, values in zip(clients, kept, strict=True):
+            with client.pipeline(transaction=True) as asked:
+                asked.flushall()
+                asked.mset(values)
+                asked.execute()
+
+    return restore
 
 
 @pytest.fixture
@@ -187,6 +266,13 @@ def wall_clock(tmp_path_factory: pytest.TempPathFactory) -> WallClock:
     if compiler is None:
         pytest.skip("setting a process's clock needs gcc")
     return WallClock(tmp_path_factory.mktemp("clock"), compiler)
+
+
+def serve_all_slots(member: EmbeddedNode) -> None:
+    """Make a server that is a cluster's member its only one."""
+    client = member.client()
+    client.execute_command("CLUSTER", "ADDSLOTS", *range(16384))
+    eventually(lambda: client.cluster("INFO")["cluster_state"] == "ok")
 
 
 def trust_nodes(nodes: Nodes, prefix: str = "redlock") -> None:

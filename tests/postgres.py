@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import os
 import pwd
 import shutil
@@ -16,6 +17,7 @@ import socket
 import subprocess
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,6 +26,7 @@ import psycopg
 import pytest
 from redis import Redis
 
+from celery_redlock.lock.model.keys import guard_keys, tenure_key
 from celery_redlock.lock.postgres.schema import create_schema
 from celery_redlock.testing import reaper
 from celery_redlock.testing.servers import claim_port, spawn
@@ -33,6 +36,22 @@ from tests.postgres_gateway import Gateway, empty
 UNPRIVILEGED = ("postgres", "nobody")  # the first that the machine has
 ENDED = (psutil.STATUS_DEAD, psutil.STATUS_ZOMBIE)  # a zombie is for its parent to reap
 FROZEN = (*ENDED, psutil.STATUS_STOPPED)
+Connection = psycopg.Connection[tuple[Any, ...]]
+# what tests leave of a node that goes on, but for its tables
+LEFT = (
+    "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
+    " WHERE backend_type = 'client backend' AND pid <> pg_backend_pid()",
+    "ALTER DATABASE postgres RESET ALL",
+    "ALTER ROLE postgres RESET ALL",
+    "DROP SCHEMA public CASCADE",
+    "CREATE SCHEMA public",
+    "GRANT USAGE ON SCHEMA public TO PUBLIC",
+    "TRUNCATE redlock.key, redlock.item",
+    "UPDATE redlock.swept SET at = '-infinity', after = ''",
+)
+ROLES = (
+    "SELECT quote_ident(rolname) FROM pg_roles WHERE rolname !~ '^pg_' AND rolname <> 'postgres'"
+)
 S = TypeVar("S", bound="Server")
 
 
@@ -121,6 +140,7 @@ class Server:
         self._log = self.folder / "log"
         self._process: subprocess.Popen[bytes] | None = None
         self._paused: list[psutil.Process] = []
+        self._idle: list[Connection] = []  # of `query`
         atexit.register(self.kill)
 
     @property
@@ -177,6 +197,7 @@ class Server:
         for pid in (self._process.pid, *(child.pid for child in self._paused)):
             reaper.forget(pid)
         self._process, self._paused = None, []
+        self.disconnect()
 
     def _freeze(self) -> list[psutil.Process]:
         """Stop the first process, so that it forks no more; return its children."""
@@ -207,21 +228,39 @@ class Server:
         if self.pid:
             os.kill(self.pid, signal.SIGCONT)
 
-    def connect(self) -> psycopg.Connection[tuple[Any, ...]]:
+    def connect(self) -> Connection:
         """Return a new connection, with autocommit."""
         return psycopg.connect(self.url, autocommit=True, connect_timeout=60)
 
     def query(self, sql: str, *args: object) -> list[tuple[Any, ...]]:
-        """Run SQL on a connection of its own; return the rows. args: for each `%s`."""
-        with contextlib.closing(self.connect()) as connection:
+        """Run SQL on a connection that nobody else uses; return the rows. args: for each `%s`.
+
+        It is kept for the next call: a new one for each look costs more than the look.
+        """
+        is_new = not self._idle
+        connection = self.connect() if is_new else self._idle.pop()
+        try:
             cursor = connection.execute(sql, args or None)
             return cursor.fetchall() if cursor.description else []
+        except psycopg.OperationalError:
+            if is_new or not connection.closed:
+                raise
+        finally:
+            if not connection.closed:
+                self._idle.append(connection)
+        return self.query(sql, *args)  # the server had ended a connection that was idle
+
+    def disconnect(self) -> None:
+        """Close the connections of `query` that are not in use."""
+        while self._idle:
+            self._idle.pop().close()
 
     def __enter__(self: S) -> S:
         return self.start()
 
     def __exit__(self, *exc_info: object) -> None:
         self.kill()
+        self.disconnect()
         self._claim.close()
         atexit.unregister(self.kill)
         self._temporary.cleanup()
@@ -301,6 +340,24 @@ class PostgresNode(Server):
         with contextlib.closing(self.connect()) as connection:
             empty(connection)
 
+    def restore(self) -> None:
+        """Make a node that goes on as good as new: what tests leave goes, and all clients."""
+        self.disconnect()
+        if self._gateway is not None:
+            self._gateway.disconnect()
+        own = "-c default_transaction_read_only=off -c statement_timeout=0"
+        own += r" -c default_transaction_isolation=read\ committed"
+        own += " -c standard_conforming_strings=on"
+        made = psycopg.connect(self.url, autocommit=True, connect_timeout=60, options=own)
+        with contextlib.closing(made) as connection:
+            for statement in LEFT:
+                connection.execute(statement.encode())
+            for (role,) in connection.execute(ROLES.encode()).fetchall():
+                connection.execute(f"DROP OWNED BY {role}; DROP ROLE {role}".encode())
+            keys = [name.encode() for name in (*guard_keys("redlock"), tenure_key("redlock"))]
+            trust = b'SELECT redlock."trust"(%s::bytea[], array[redlock.run_id()::bytea])'
+            connection.execute(trust, [keys])  # as a new schema does
+
     def client(self) -> Redis:
         """Return a redis-py client of this node, answering in str: see `Gateway`."""
         if self._gateway is None:
@@ -312,6 +369,31 @@ class PostgresNode(Server):
         if self._gateway is not None:
             self._gateway.close()
         super().__exit__(*exc_info)
+
+
+@functools.cache
+def _standing_node(template: Path, pid: int) -> PostgresNode:
+    """Return a node with the schema, which ends with this process. pid: of this process."""
+    made = PostgresNode(template, fsync=False, max_connections=100)
+
+    def end() -> None:
+        if os.getpid() == pid:  # not a forked child
+            made.__exit__()
+
+    atexit.register(end)
+    made.start().setup()
+    return made
+
+
+@contextlib.contextmanager
+def standing_node(template: Path) -> Iterator[PostgresNode]:
+    """Give the node that all tests of this process share: as good as new, and not to be ended."""
+    made = _standing_node(template, os.getpid())
+    made.restore()
+    try:
+        yield made
+    finally:
+        made.resume()
 
 
 class Standby(PostgresNode):
@@ -345,6 +427,14 @@ class Standby(PostgresNode):
             eventually(lambda: self._state() == [("sync",)])
         return self
 
+    def __exit__(self, *exc_info: object) -> None:
+        if self._synchronous and self._primary.pid:
+            self._primary.query("ALTER SYSTEM RESET synchronous_standby_names")
+            self._primary.query("SELECT pg_reload_conf()")
+            shown = "SHOW synchronous_standby_names"
+            eventually(lambda: self._primary.query(shown) == [("",)])
+        super().__exit__(*exc_info)
+
     def _state(self) -> list[tuple[Any, ...]]:
         """Return how the primary waits for this one: async or sync, or no row."""
         sql = "SELECT sync_state FROM pg_stat_replication WHERE application_name = %s"
@@ -363,12 +453,16 @@ def standby(primary: PostgresNode, *, synchronous: bool = False) -> Standby:
 class Pooler(Server):
     """A pgbouncer. In transaction mode each transaction gets any of its connections to the node."""
 
-    def __init__(self, node: PostgresNode, max_client_conn: int, pool_mode: str) -> None:
+    def __init__(
+        self, node: PostgresNode, max_client_conn: int, pool_mode: str, pool_size: int
+    ) -> None:
         super().__init__()
         config = self.folder / "pgbouncer.ini"
+        self._node = node
         config.write_text(
             f"""
 [databases]
+postgres = {self._place("postgres")}
 * = host=127.0.0.1 port={node.port} user=postgres
 [pgbouncer]
 listen_addr = 127.0.0.1
@@ -378,7 +472,7 @@ auth_type = any
 pool_mode = {pool_mode}
 ignore_startup_parameters = extra_float_digits
 max_client_conn = {max_client_conn}
-default_pool_size = 10
+default_pool_size = {pool_size}
 server_login_retry = 0.2
 """
         )
@@ -389,6 +483,16 @@ server_login_retry = 0.2
     def command(self) -> list[str]:
         return [self._program, str(self._config)]
 
+    def _place(self, database: str) -> str:
+        return f"host=127.0.0.1 port={self._node.port} user=postgres dbname={database}"
+
+    def move(self, before: str, after: str) -> None:
+        """Serve another database of the node under the same name; clients stay connected."""
+        text = self._config.read_text()
+        self._config.write_text(text.replace(self._place(before), self._place(after)))
+        os.kill(self.pid, signal.SIGHUP)
+        eventually(lambda: self.query("SELECT current_database()") == [(after,)])
+
     def restart(self) -> None:
         """End it as `kill -9` does, and start it again: each client loses its connection."""
         self.kill()
@@ -396,7 +500,8 @@ server_login_retry = 0.2
 
 
 def pooler(
-    node: PostgresNode, max_client_conn: int = 200, pool_mode: str = "transaction"
-) -> Pooler:
+    node: PostgresNode, max_client_conn: int = 200, pool_mode: str = "transaction",
+    pool_size: int = 10,
+) -> Pooler:  # fmt: skip
     """Return a pgbouncer in front of a node; `with` starts it."""
-    return Pooler(node, max_client_conn, pool_mode)
+    return Pooler(node, max_client_conn, pool_mode, pool_size)

@@ -16,9 +16,8 @@ from typing import Any
 
 import hiredis
 import psycopg
-from redis import Redis
 
-from celery_redlock.lock.postgres.pipeline import error_of
+from celery_redlock.lock.postgres.errors import error_of
 from celery_redlock.lock.server import requests
 from celery_redlock.lock.transport.command import Script, encode_bulk
 
@@ -82,7 +81,14 @@ class Gateway(socketserver.ThreadingTCPServer):
         self._connect = connect
         self._idle: list[psycopg.Connection[tuple[Any, ...]]] = []
         self.clients: dict[socket.socket, threading.Thread] = {}
-        threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
+        self._closed = False
+        self._server = threading.Thread(target=self._serve, daemon=True)
+        self._server.start()
+
+    def _serve(self) -> None:
+        """Take clients; no timer wakes this thread up, as that of `serve_forever` does."""
+        while not self._closed:
+            self.handle_request()
 
     def reply(self, words: list[bytes]) -> bytes:
         """Return the reply to a command, as RESP. Raises ConnectionError if the node is down."""
@@ -118,7 +124,9 @@ class Gateway(socketserver.ThreadingTCPServer):
 
     def close(self) -> None:
         """Drop all clients, and listen no more."""
-        self.shutdown()
+        self._closed = True
+        self.socket.shutdown(socket.SHUT_RDWR)
+        self._server.join()
         self.server_close()
         for client, thread in list(self.clients.items()):
             with contextlib.suppress(OSError):
@@ -163,12 +171,9 @@ def _matches(name: bytes, pattern: bytes) -> bool:
     return fnmatch.fnmatchcase(name.decode("latin-1"), pattern.decode("latin-1"))
 
 
-def client_of(url: str, **options: Any) -> Redis:
-    """Return a redis-py client of a node of either kind, for the life of this process."""
-    if url.startswith("redis"):
-        return Redis.from_url(url, **options)
-    gateway = Gateway(functools.partial(psycopg.connect, url, autocommit=True))
-    return Redis(port=gateway.port, protocol=2, **options)
+def gateway_of(url: str) -> Gateway:
+    """Return a gateway to a node, for the life of this process."""
+    return Gateway(functools.partial(psycopg.connect, url, autocommit=True))
 
 
 class Ear:

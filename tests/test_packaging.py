@@ -21,7 +21,7 @@ from tests.conftest import made_once, unpack
 from tests.pages import ROOT, SITE, blocks
 
 # for work on the repository itself: the environment in which these tests run has them
-FOR_DEVELOPERS = {"benchmarks", "dev", "docs", "example"}
+FOR_DEVELOPERS = {"benchmarks", "checks", "dev", "docs", "example"}
 EXTRAS = sorted({*metadata("celery_redlock").get_all("Provides-Extra", [])} - FOR_DEVELOPERS)
 LOOK = """
 import importlib.metadata, importlib.util, sys
@@ -87,7 +87,7 @@ PAGES_IN_THE_WHEEL = (
 )
 
 # an installation on a busy machine takes its time
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.pages, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 
 def run(*command: str, cwd: Path) -> str:
@@ -195,6 +195,7 @@ def test_the_sdist_has_what_its_tests_need(built: Path, tmp_path: Path) -> None:
     with tarfile.open(next(built.glob("*.tar.gz"))) as opened:
         unpack(opened, tmp_path)
     (unpacked,) = tmp_path.iterdir()
+    assert not (unpacked / "findings").exists()
     pytest_ = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider")
     everything = run(*pytest_, "--collect-only", "tests", cwd=unpacked)
     assert "tests/integration/test_shop.py" in everything
@@ -225,6 +226,18 @@ def test_it_works_in_an_environment_of_its_own(plain: Path, tmp_path: Path) -> N
     see_it_work(str(plain / "bin" / "python"), tmp_path)
     celery = (str(plain / "bin" / "celery"), "-A", "shop", "redlock")
     assert "--json" in run(*celery, "doctor", "--help", cwd=tmp_path)
+
+
+def test_what_it_needs_is_enough_for_a_broker_and_results_on_redis(
+    plain: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "shop.py").write_text(APP)
+    use = (
+        "from shop import app; app.conf.result_backend = app.conf.broker_url\n"
+        "app.connection_for_read().transport; app.connection_for_write().transport\n"
+        "app.backend.client"
+    )
+    run(str(plain / "bin" / "python"), "-c", use, cwd=tmp_path)
 
 
 def test_it_explains_each_code_without_an_app_and_without_the_repository(

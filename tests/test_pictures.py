@@ -33,6 +33,7 @@ DIAGRAMS = ("handoff", "deferral", "fencing", "nodes", "states")
 ALL_DRAWN = ("lease", *MEASURED, *DIAGRAMS)
 
 
+@pytest.mark.pages
 @pytest.mark.parametrize("name", ALL_DRAWN)
 def test_a_picture_is_what_its_script_draws_of_its_figures(name: str) -> None:
     script = import_module(f"docs.pictures.{name}")
@@ -106,6 +107,7 @@ def test_the_picture_of_a_fencing_token_shows_what_a_database_does() -> None:
     assert rows == [1, 0]  # the late write is refused
 
 
+@pytest.mark.pages
 @pytest.mark.parametrize("name", ALL_DRAWN)
 def test_a_picture_needs_nothing_else_and_can_be_read_on_a_phone_and_on_a_dark_page(
     name: str,
@@ -156,6 +158,7 @@ def test_the_shop_prints_the_table_of_its_picture_today() -> None:
     assert (int(unlocked) > 0, locked) == (True, "0")
 
 
+@pytest.mark.pages
 def test_the_recording_plays_once_and_ends_with_the_verdict() -> None:
     drawn = shop.RECORDING.read_text(encoding="utf-8")
     root = ET.fromstring(drawn)
@@ -175,6 +178,7 @@ def test_the_recording_plays_once_and_ends_with_the_verdict() -> None:
     assert "infinite" not in style
 
 
+@pytest.mark.pages
 def test_the_pictures_of_the_shop_are_small_and_need_nothing_but_themselves() -> None:
     for path, most in ((shop.TABLE, 20_000), (shop.RECORDING, 250_000)):
         drawn = path.read_text(encoding="utf-8")
@@ -186,6 +190,7 @@ def test_the_pictures_of_the_shop_are_small_and_need_nothing_but_themselves() ->
     assert shop.FONT >= LEGIBLE
 
 
+@pytest.mark.pages
 def test_a_terminal_shows_what_rich_makes_of_it() -> None:
     terminal = shop.Terminal()
     terminal.feed("one\r\ntwo\r\n\x1b[1A\x1b[2K\x1b[1;31mred\x1b[0m and more\r\n")

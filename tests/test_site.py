@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sphinx.search.en import SearchEnglish
 
 from tests.browser import browser
 from tests.conftest import eventually, made_once
@@ -64,6 +63,8 @@ FIRST = {
     "worker killed": "explanation/crashes-and-shutdown",
 }
 SHOWN_FIRST = 3
+# it is built once
+pytestmark = [pytest.mark.pages, pytest.mark.xdist_group("site")]
 HIGHEST = 6_000  # pixels of a page on a laptop
 NOT_FOR_USERS = {"CHANGELOG", "CONTRIBUTING"}
 # what each copy button of the consoles on a page puts into the clipboard, line by line
@@ -110,6 +111,8 @@ def search_index(site: Path) -> dict[str, Any]:
 
 def find(index: dict[str, Any], query: str) -> set[str]:
     """Return the pages with all words of a query, as the site's search does: by their stems."""
+    from sphinx.search.en import SearchEnglish  # imported late: it comes with this lane
+
     english = SearchEnglish({})
     stems = [
         english.stem(word)

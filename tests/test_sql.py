@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import sqlite3
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.pages import PAGES, blocks
+from tests.pages import PAGES, ROOT, blocks
 
 TABLES = """
 CREATE TEMPORARY TABLE account (id INTEGER, balance INTEGER, fence BIGINT);
@@ -43,6 +44,7 @@ STORY: list[tuple[str, dict[str, Any], int | None]] = [
 ]
 NOT_SQLITE = ("FOR UPDATE", "pg_advisory_xact_lock")
 Run = Callable[..., int]
+pytestmark = pytest.mark.pages
 
 
 def statements() -> list[str]:
@@ -98,3 +100,23 @@ def test_the_statements_touch_the_rows_that_the_page_says(run: Run) -> None:
     for told, given, rows in STORY:
         touched = run(find(told), **{"id": 1, **given})
         assert rows is None or touched == rows, (told, given)
+
+
+def test_a_token_writes_once_or_as_often_as_its_holder_wants() -> None:
+    page = ROOT / "docs" / "how-to" / "idempotent-writes.md"
+    names: dict[str, Any] = {}
+    for statement in ast.parse(blocks(page, "python")[0].code).body:
+        match statement:
+            case ast.Assign(targets=[ast.Name(name)], value=ast.Constant(text)):
+                names[name] = text
+    once, often = names["SET_PRICE"], names["SET_PRICE"].replace("fence < ", "fence <= ")
+    with closing(sqlite3.connect(":memory:")) as connection:
+        connection.executescript(names["TABLES"])
+
+        def rows(update: str, token: int) -> int:
+            given = {"sku": "sku-7", "cents": 999, "token": token}
+            return connection.execute(update, given).rowcount
+
+        assert [rows(once, token) for token in (8, 8, 7)] == [1, 0, 0]
+        assert [rows(often, token) for token in (9, 9, 8)] == [1, 1, 0]
+    assert "`fence <= :token`" in page.read_text(encoding="utf-8")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections.abc
+import functools
 import json
 import re
 import subprocess
@@ -24,11 +25,18 @@ FOLDER = Path(__file__).with_name("typing")
 Findings = dict[int, str]  # by line
 
 
-def of_mypy(path: Path) -> Findings:
-    command = [sys.executable, "-m", "mypy", "--no-pretty", str(path)]
+@functools.cache
+def printed_by_mypy() -> str:
+    """Return what it says of all files: one run reads the package once."""
+    files = [str(path) for path in sorted(FOLDER.glob("*.py"))]
+    command = [sys.executable, "-m", "mypy", "--no-pretty", *files]
     printed = subprocess.run(command, capture_output=True, text=True, cwd=ROOT).stdout
-    lines = re.findall(rf"^.*{path.name}:(\d+): error: (.*)$", printed, re.MULTILINE)
-    assert lines or "Success" in printed, printed
+    assert f"(checked {len(files)} source files)" in printed, printed
+    return printed
+
+
+def of_mypy(path: Path) -> Findings:
+    lines = re.findall(rf"^.*{path.name}:(\d+): error: (.*)$", printed_by_mypy(), re.MULTILINE)
     return {int(number): text for number, text in lines}
 
 
@@ -45,8 +53,9 @@ def of_pyright(path: Path) -> Findings:
 
 WITH_PYRIGHT = pytest.mark.skipif(find_spec("pyright") is None, reason="needs pyright")
 CHECKERS = pytest.mark.parametrize(
-    "checker", [of_mypy, pytest.param(of_pyright, marks=WITH_PYRIGHT)]
+    "checker", [of_mypy, pytest.param(of_pyright, marks=[WITH_PYRIGHT, pytest.mark.slow])]
 )
+pytestmark = pytest.mark.xdist_group("typing")  # mypy runs once
 
 
 @CHECKERS

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,6 +18,7 @@ from celery_redlock.lock.model.keys import in_order
 from celery_redlock.lock.model.options import ClientOptions, Guard, LockOptions, grace_period
 from celery_redlock.lock.node_status import read_nodes
 from celery_redlock.lock.platform.clock import platform_for
+from celery_redlock.lock.platform.forks import call_at_end, check_process, reset_in_children
 from celery_redlock.lock.platform.threads import is_patched_by_eventlet, uninterruptible
 from celery_redlock.lock.reports import (
     Answers,
@@ -103,10 +103,16 @@ class Redlock:
         guard = Guard(mode, self.prefix, grace_period(self.max_ttl))
         shared = self.clock_drift, self.max_ttl, guard
         options = ClientOptions(self.prefix, self.node_timeout, *shared)
-        self.session = Session(self, options, addresses, platform_for(addresses))
-        self._dropped = weakref.finalize(self, _end_dropped, self.session)
+        self._session = Session(self, options, addresses, platform_for(addresses))
+        self._dropped = weakref.finalize(self, _end_dropped, self._session)
         self._dropped.atexit = False
-        _sessions.append(weakref.ref(self.session, _sessions.remove))
+        _sessions.append(weakref.ref(self._session, _sessions.remove))
+
+    @property
+    def session(self) -> Session:
+        """What this process keeps for all locks of the client."""
+        check_process()
+        return self._session
 
     @classmethod
     def of(cls, app: Any) -> Redlock:
@@ -283,6 +289,7 @@ class Redlock:
     def close(self) -> None:
         """Close the connections and end the threads. Held locks expire within their ttl.
 
+        A release that a node has not confirmed gets one node_timeout, with a reconnect.
         Each caller that waits for a lock gets a QuorumUnreachable that says so. A `Redlock` that is
         garbage collected without `close` closes itself, with a ResourceWarning.
         """
@@ -320,6 +327,14 @@ def _forget_all() -> None:
         session.forget()
 
 
+def _deliver_all() -> None:
+    """Give each client one node timeout for what its nodes are owed, as the process ends."""
+    check_process()
+    for session in sessions():
+        if not session.is_closed:
+            session.deliver()
+
+
 def sessions() -> list[Session]:
     """Return the sessions of this process, the oldest first."""
     found = [one() for one in list(_sessions)]  # in one step: another thread may add one meanwhile
@@ -335,4 +350,5 @@ def session_of(identity: bytes) -> Session | None:
 
 
 _sessions: list[weakref.ref[Session]] = []
-os.register_at_fork(after_in_child=_forget_all)
+reset_in_children(_forget_all)
+call_at_end(_deliver_all)  # a script may release a lock in its last line

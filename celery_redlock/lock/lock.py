@@ -222,16 +222,13 @@ class Lock:
         last = self._holds[-1:]
         held: list[Acquisition] = []
         lost: list[Acquisition] = []
-        try:
+        try:  # without a loop: see `JobQueue.go_on`
             hold = last[0] if last else None
             owner = self._session.current_owner()
             if hold is None or hold.owner[0] != owner[0] or not hold.acquisitions:
                 return  # released already, or a forked child, which has none of its parent's locks
             self._check_owner(owner)
-            now = self._clock.now()
-            for one in hold.acquisitions:
-                if one.users == 1:
-                    (held if one.held(now) else lost if one.expire(now) else []).append(one)
+            self._sort(hold, held, lost)
             self._release_hold(hold)
         except RedlockError:
             raise
@@ -246,6 +243,14 @@ class Lock:
             text = "released %r after it was lost: %s"
             logger.warning(text, acquisition.resource, acquisition.reason, extra=extra)
             events.lost_soon(acquisition, acquisition.reason)
+
+    @uninterruptible
+    def _sort(self, hold: Hold, held: list[Acquisition], lost: list[Acquisition]) -> None:
+        """Add what no other hold relies on to what is held, or to what was lost just now."""
+        now = self._clock.now()
+        for one in hold.acquisitions:
+            if one.users == 1:
+                (held if one.held(now) else lost if one.expire(now) else []).append(one)
 
     async def release_async(self) -> None:
         """Release the lock in the asyncio task that acquired it. Raises the errors of `release`.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from typing import Any
 
 import redis
@@ -17,10 +17,14 @@ from celery_redlock.errors import NodeError
 from celery_redlock.lock.engine.core import one_server
 from celery_redlock.lock.engine.session import Session
 from celery_redlock.lock.model.keys import completion_key, guard_keys, inbox_channel, votes_channel
+from celery_redlock.lock.platform.clock import new_token
 from celery_redlock.lock.reports import NodeList, NodeStatus
 from celery_redlock.lock.server.admin import ask_each, reply_of
-from celery_redlock.lock.server.handshake import read_info
+from celery_redlock.lock.server.error_hints import strip_args
+from celery_redlock.lock.server.handshake import eviction_policy, is_in_cluster, read_info
+from celery_redlock.lock.server.requests import GRANT
 from celery_redlock.lock.transport.command import (
+    UnexpectedReplyError,
     encode_command,
     encoded,
     read_list,
@@ -148,6 +152,8 @@ def read_nodes(session: Session) -> NodeList:
         knows_us = run is not None and read_text(run) == facts.get("run_id", "")
         version = facts.get("valkey_version") or facts.get("redis_version", "")
         role, silent_for = facts.get("role", ""), max(0, read_number(left)) / 1000
+        if role == "master":
+            _try_to_grant(connection, session.options.prefix)
         may_vote = role == "master" and silent_for <= 0
         return NodeStatus(
             server=f"{facts.get('server_name', 'redis')} {version}",  # Redis reports no name
@@ -159,6 +165,8 @@ def read_nodes(session: Session) -> NodeList:
             silent_for=silent_for,
             knows_us=knows_us,
             votes=may_vote and (knows_us or guard.mode == "off"),
+            evicts=bool(eviction_policy(facts)),
+            in_cluster=is_in_cluster(facts),
         )
 
     found, failing = ask_each(session.nodes, look)
@@ -167,6 +175,26 @@ def read_nodes(session: Session) -> NodeList:
     statuses = tuple(replace(found[name], node=name) for name in names)
     voting = sum(status.votes for status in statuses)
     return NodeList(guard.mode, session.nodes.quorum, voting, statuses, guard.grace_period)
+
+
+def _try_to_grant(connection: Any, prefix: str) -> None:
+    """Have a node grant a lock that nobody wants, for a millisecond; raise what it refuses.
+
+    A node with a full memory, or without the scripts, answers all that only reads. Its grace period
+    is not looked at, and not begun: the keys are no lock's. Sent as a client sends it.
+    """
+    name = completion_key(prefix, f"\n{new_token()}")
+    keys = [encoded(f"{name}:{number}") for number in range(4)]
+    words = "4", *keys, "", "1", "", "", ""  # no value, a ttl of 1 ms, no fencing, no guard
+    try:
+        try:
+            reply = reply_of(connection, "EVALSHA", GRANT.digest, *words)
+        except redis.exceptions.NoScriptError:
+            reply = reply_of(connection, "EVAL", GRANT.source, *words)
+        if read_number(reply) != 1:
+            raise UnexpectedReplyError(reply)
+    except redis.ResponseError as error:
+        raise redis.ResponseError(f"no vote: {strip_args(str(error))}") from None
 
 
 def missing_rights(session: Session) -> Mapping[str, list[str]]:
@@ -217,7 +245,7 @@ def missing_rights(session: Session) -> Mapping[str, list[str]]:
 def in_iso(seconds: float | None) -> str | None:
     """Return a moment, in seconds since 1970, as ISO 8601 in UTC; None if out of range."""
     try:
-        moment = None if seconds is None else datetime.fromtimestamp(seconds, timezone.utc)
+        moment = None if seconds is None else datetime.fromtimestamp(seconds, UTC)
     except (ValueError, OverflowError, OSError):  # another program wrote the value
         return None
     return None if moment is None else moment.isoformat()

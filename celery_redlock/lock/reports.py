@@ -42,11 +42,12 @@ class Record:
 class NodeStatus:
     """The status of one node. Its fields are those of the documented JSON.
 
-    node: the address. error: the cause if the node does not answer; all other fields are unknown
-    then. role: "master" or "slave". uptime, latency: seconds. clock: seconds by which the node's
-    clock is ahead of this machine's. policy: the maxmemory-policy. silent_for: remaining seconds of
-    the grace period, in which the node abstains. knows_us: whether the server has voted for this
-    prefix, or may do so without `trust`.
+    node: the address. error: the cause if the node does not answer, or grants no lock to anybody;
+    all other fields are unknown then. role: "master" or "slave". uptime, latency: seconds. clock:
+    seconds by which the node's clock is ahead of this machine's. policy: the maxmemory-policy.
+    silent_for: remaining seconds of the grace period, in which the node abstains. knows_us: whether
+    the server has voted for this prefix, or may do so without `trust`. evicts: whether it deletes
+    keys once its memory is full. in_cluster: whether it is a member of a cluster.
     """
 
     node: str = ""
@@ -60,6 +61,13 @@ class NodeStatus:
     silent_for: float = 0.0
     knows_us: bool = False
     votes: bool = False
+    evicts: bool = False
+    in_cluster: bool = False
+
+    @property
+    def fails(self) -> bool:
+        """Whether it gives no vote before somebody mends that: no grace period ends it."""
+        return bool(self.error) or self.role != "master"
 
 
 class _Graced(Record):

@@ -15,8 +15,9 @@ from celery_redlock.errors import SettingsError
 from celery_redlock.lock.engine.acquirer import ROUNDS_IN_TTL
 from celery_redlock.lock.model.keys import in_order
 from celery_redlock.lock.model.rate import LONGEST_PERIOD, MOST_STARTS, SHORTEST_PERIOD, Rate
-from celery_redlock.lock.transport.address import parse_address, redact_url
+from celery_redlock.lock.transport.address import parse_address
 from celery_redlock.lock.transport.command import encoded
+from celery_redlock.lock.transport.credentials import redact_url
 
 RESTART_GUARDS = ("auto", "strict", "off")
 LONGEST = 366 * 86_400.0  # seconds; no clock, timer or node counts wrong up to there

@@ -7,6 +7,7 @@ the locks of its children from the memory that it shares with them.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import asdict
 from typing import Any
 
@@ -69,6 +70,16 @@ def redlock_waiting(state: Any) -> list[dict[str, Any]]:
     ]
 
 
+def is_logged() -> bool:
+    """Return whether the lines of the package reach a handler of this process.
+
+    Not if an application sets up logging by itself, and names neither our logger nor the root, or
+    if its `dictConfig` disables the loggers that exist by then.
+    """
+    own = logging.getLogger(__name__)
+    return own.hasHandlers() and not own.disabled
+
+
 def shared_by(app: Any) -> dict[str, Any]:
     """Return what all clients of a prefix must share, and the names of the nodes."""
     session = redlock_of(app).session
@@ -78,5 +89,5 @@ def shared_by(app: Any) -> dict[str, Any]:
 
 
 def redlock_settings(state: Any) -> dict[str, Any]:
-    """Return the settings of this worker that all clients of its prefix must share."""
-    return shared_by(state.app)
+    """Return what clients of a prefix must share, and whether this worker's lines are logged."""
+    return {**shared_by(state.app), "is_logged": is_logged()}

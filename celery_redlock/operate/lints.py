@@ -1,25 +1,26 @@
 """What `doctor` and a worker's start report about the settings of an app.
 
 Not here: values that are wrong in themselves, which `tasks/settings` refuses when the app
-finalizes; how the nodes are, which `operate/cli` shows. `lint` and `left_open` read an app with all
-its tasks; each function below gives the lints of one kind. `report_lints` logs them.
+finalizes; how the nodes are, which `operate/cli` shows; what the defaults leave open, and the log
+lines (`start_report.py`). `lint` reads an app with all its tasks; each function below gives the
+lints of one kind.
 """
 
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib.metadata import metadata
 from importlib.util import find_spec
 from typing import Any, TypeAlias
 
-from celery_redlock import anchors
 from celery_redlock.errors import SettingsError
 from celery_redlock.lock.transport.address import parse_address
+from celery_redlock.lock.transport.credentials import redact_url
 from celery_redlock.tasks.declaration import ENTRY, config_of
-from celery_redlock.tasks.delivery.route import driver_of, has_quorum_queues, queue_of_send
+from celery_redlock.tasks.delivery.route import driver_of, has_quorum_queues, queue_asked
 from celery_redlock.tasks.per_app import settings_of
 from celery_redlock.tasks.settings.app import (
     CELERY_PREFIX,
@@ -46,11 +47,20 @@ from celery_redlock.tasks.task import LockedTask
 logger = logging.getLogger(__name__)
 
 LEVELS = ERROR, WARNING, ADVICE = "error", "warning", "advice"
+# kombu's kinds of brokers whose transport takes a message out of the queue as a worker receives it
+FORGETFUL = frozenset(
+    ("filesystem", "sql", "mongodb", "consul", "etcd", "zookeeper", "azurestoragequeues")
+)
 DEFAULT_PREFETCH = 4  # Celery's default of worker_prefetch_multiplier
+# kombu's extras for schemes that have another name
+_EXTRAS = {
+    **dict.fromkeys(("rediss", "sentinel"), "redis"),
+    "sqla": "sqlalchemy",
+    "kafka": "confluentkafka",
+}
 _NAMED = 5  # the most tasks that one lint names
 # a locked task, and the options in force in the queue of its own routing
 TaskInQueue: TypeAlias = tuple[LockedTask, EffectiveOptions]
-_reported: weakref.WeakSet[Any] = weakref.WeakSet()  # apps whose worker has logged its lints
 
 
 @dataclass(frozen=True)
@@ -79,75 +89,14 @@ def refuse_errors(app: Any) -> None:
                 raise SettingsError("app", "redlock_queues", one.value, one.hint)
 
 
-def report_lints(sender: Any = None, **_: Any) -> None:
-    """Log errors and warnings, once an app: a consumer is ready again after each reconnection."""
-    app = sender.app
-    if app in _reported:
-        return
-    _reported.add(app)
-    try:
-        if not (locked_tasks(app) and settings_of(app).nodes):
-            return
-        found, unset = lint(app), left_open(app)
-    except SettingsError:
-        return  # the check of the nodes reports it
-    for one in found:
-        if one.level != ADVICE:
-            level = logging.ERROR if one.level == ERROR else logging.WARNING
-            text = anchors.see(str(one), anchors.DOCTOR_REPORTS)
-            logger.log(level, "%s", text, extra={"event": "lint"})
-    for one in unset:
-        logger.info("%s", one, extra={"event": "left_open"})
-
-
 def lint(app: Any) -> tuple[Lint, ...]:
     """Return the lints of an app, errors first, each once; SettingsError for a wrong setting."""
     return tuple(sorted(dict.fromkeys(_all(app)), key=lambda one: LEVELS.index(one.level)))
 
 
-def left_open(app: Any) -> tuple[Lint, ...]:
-    """Return what the defaults leave to the user to decide: at most one line each, as advice."""
-    found: list[Lint] = []
-    settings, tasks, visibility = settings_of(app), _locking(app), visibility_timeout(app.conf)
-    keep_locks = [parse_address(one, "app", "nodes").keeps_locks for one in settings.nodes]
-    if tasks and settings.restart_guard != "strict" and keep_locks == [False]:
-        hint = (
-            "if it restarts without its data, a lock that is held is free, and two tasks can run "
-            "together: name three nodes, or set redlock_restart_guard='strict'"
-        )
-        found.append(Lint(ADVICE, "app: redlock_nodes", "1 node", hint))
-    unbounded = [task.name for task in tasks if _is_unbounded(task)]
-    if unbounded:
-        hint = (
-            f"{_listed(unbounded)}: a hung body keeps its lock forever, and messages wait behind "
-            "it forever: set lock_max_hold or a time_limit, or lock_max_wait"
-        )
-        found.append(Lint(ADVICE, "max_wait, max_hold", "None", hint))
-    late = [task.name for task in tasks if task.acks_late]
-    if late and visibility is not None:
-        hint = (
-            f"{_listed(late)}: after a worker is killed, the broker delivers its messages again "
-            f"after {visibility:g} s: lower it, unless a body without a lock or an eta is longer"
-        )
-        setting = "app: broker_transport_options: visibility_timeout"
-        found.append(Lint(ADVICE, setting, f"{visibility:g}", hint))
-    return tuple(found)
-
-
-def _is_unbounded(task: LockedTask) -> bool:
-    """Return whether neither an option nor a time limit ends a body, or the wait for its lock."""
-    try:
-        options = config_of(task).options_for(_queue_of(task))
-    except SettingsError:  # `lint` tells of it
-        return False
-    waits = options.on_conflict not in ("skip", "fail")
-    return waits and {time_limit_of(task), options.max_wait, options.max_hold} == {None}
-
-
 def _all(app: Any) -> Iterator[Lint]:
     queues = settings_of(app).queues
     yield from _unknown_queues(queues, tuple(app.amqp.queues), app.conf)
-    yield from _bounded_queues(app)
     yield from _entries(app)
     yield from _prefixes(app)
     metrics = settings_of(app).metrics
@@ -155,8 +104,8 @@ def _all(app: Any) -> Iterator[Lint]:
         hint = "this worker serves no metrics: run pip install 'celery_redlock[metrics]'"
         yield Lint(WARNING, "app: redlock_metrics", repr(metrics[1]), hint)
     tasks = []
-    for task in _locking(app):
-        config, queue = config_of(task), _queue_of(task)
+    for task in locking(app):
+        config, queue = config_of(task), queue_of_task(task)
         try:
             options = config.effective_options(queue)
             pattern = pattern_for(queue, config.app.queues)
@@ -179,23 +128,21 @@ def _all(app: Any) -> Iterator[Lint]:
     yield from _shared_limits(tasks)
     yield from _of_all_arguments(app, tasks)
     yield from _inherited(tasks)
-    yield from _acknowledgement(_locking(app))
-    yield from _memory(app, tasks)
+    yield from _acknowledgement(locking(app))
+    yield from _of_the_broker(app, tasks)
 
 
-def _locking(app: Any) -> list[LockedTask]:
-    return [one for one in locked_tasks(app) if takes_lock(one, _queue_of(one))]
+def locking(app: Any) -> list[LockedTask]:
+    return [one for one in locked_tasks(app) if takes_lock(one, queue_of_task(one))]
 
 
-def _queue_of(task: LockedTask) -> str:
+def queue_of_task(task: LockedTask) -> str:
     """Return the queue of a task's own routing, the app's default queue if that is unknown."""
-    try:
-        return queue_of_send(task, (), {})
-    except Exception as error:  # a router of the user's own, which may look at arguments
+    queue = queue_asked(task)
+    if queue is None:  # a router of the user's own, which may look at arguments
         fields = {"event": "queue_unknown", "task": task.name}
-        text = "The queue of %s is unknown without its arguments: %s"
-        logger.debug(text, task.name, error, extra=fields)
-        return str(task.app.conf.task_default_queue)
+        logger.debug("The queue of %s is unknown without a send", task.name, extra=fields)
+    return queue or str(task.app.conf.task_default_queue)
 
 
 def _unknown_queues(patterns: Iterable[str], declared: Sequence[str], conf: Any) -> Iterator[Lint]:
@@ -214,7 +161,7 @@ def _unknown_queues(patterns: Iterable[str], declared: Sequence[str], conf: Any)
 def _bounded_queues(app: Any) -> Iterator[Lint]:
     """Give the queues of RabbitMQ that drop their oldest message for a new one if they are full."""
     # Source: RabbitMQ, "Queue Length Limit": so they do by default. A policy is not seen here
-    for queue in app.amqp.queues.values() if driver_of(app) == "amqp" else ():
+    for queue in app.amqp.queues.values():
         given = queue.queue_arguments or {}
         limits = (queue.max_length, queue.max_length_bytes)
         is_bounded = limits != (None, None) or {"x-max-length", "x-max-length-bytes"} & {*given}
@@ -231,7 +178,7 @@ def _entries(app: Any) -> Iterator[Lint]:
     setting, entries = "app: redlock_tasks", settings_of(app).tasks
     names = [name for name in app.tasks if not name.startswith(CELERY_PREFIX)]
     matched = {pattern_for(name, entries) for name in names}
-    own_tasks = (one.name for one in _locking(app) if ENTRY not in type(one).__dict__)
+    own_tasks = (one.name for one in locking(app) if ENTRY not in type(one).__dict__)
     own = {pattern_for(name, entries): name for name in own_tasks}
     for pattern in entries:
         earlier = [pattern_for(name, entries) for name in names if pattern_for(name, [pattern])]
@@ -345,7 +292,7 @@ def _shared_limits(tasks: Sequence[TaskInQueue]) -> Iterator[Lint]:
             sharing.setdefault(shape, {}).setdefault(own, []).append(task.name)
     for shape, by_limit in sharing.items():
         if len(by_limit) > 1:
-            of_each = "; ".join(f"limit={n}: {_listed(names)}" for n, names in by_limit.items())
+            of_each = "; ".join(f"limit={n}: {listed(names)}" for n, names in by_limit.items())
             hint = (
                 f"{of_each}. A task with a higher limit runs beside one that is meant to run "
                 "alone: set one limit"
@@ -390,7 +337,7 @@ def _inherited(tasks: Sequence[TaskInQueue]) -> Iterator[Lint]:
         "rate": "the rate applies to the task's own key, and is not shared with other tasks",
     }
     for option, names in inheriting.items():
-        hint = f"{_listed(names)}: {meant[option.name]}: set lock_{option.name} at the task"
+        hint = f"{listed(names)}: {meant[option.name]}: set lock_{option.name} at the task"
         yield Lint(WARNING, str(option.source), repr(option.value), hint)
 
 
@@ -405,39 +352,75 @@ def _acknowledgement(tasks: Sequence[LockedTask]) -> Iterator[Lint]:
     early = [task.name for task in tasks if not task.acks_late]
     if early:
         hint = (
-            f"{_listed(early)}: a message is lost if its worker dies in the body, or after "
+            f"{listed(early)}: a message is lost if its worker dies in the body, or after "
             "acknowledging and before deferring it: set acks_late=True, unless that is acceptable"
         )
         yield Lint(ADVICE, "acks_late", "False", hint)
     dropped = [task.name for task in tasks if task.acks_late and not task.reject_on_worker_lost]
     if dropped:
-        hint = f"{_listed(dropped)}: a run whose child is killed ends as FAILURE: set it to True"
+        hint = f"{listed(dropped)}: a run whose child is killed ends as FAILURE: set it to True"
         yield Lint(ADVICE, "reject_on_worker_lost", "False", hint)
 
 
-def _memory(app: Any, tasks: Sequence[TaskInQueue]) -> Iterator[Lint]:
-    """Give settings by which deferred messages pile up in a worker.
+def _of_the_broker(app: Any, tasks: Sequence[TaskInQueue]) -> Iterator[Lint]:
+    """Give a transport that cannot be used, and settings by which a broker loses or keeps back."""
+    deferred = [
+        options for _, options in tasks if options["on_conflict"].value not in ("skip", "fail")
+    ]
+    if app.conf.worker_prefetch_multiplier == 0 and deferred:
+        hint = (
+            f"{listed([options.task for options in deferred])}: a worker fetches its whole queue, "
+            "and all messages that wait for their locks stay in its memory: set 1 or more"
+        )
+        yield Lint(WARNING, "app: worker_prefetch_multiplier", "0", hint)
+    try:
+        driver = driver_of(app)
+    except Exception as error:  # each transport has its own
+        yield _broken_transport(app, error)
+        return
+    if driver in FORGETFUL:
+        hint = (
+            "such a broker forgets what a worker has received: if the worker is killed, what it "
+            "runs and what waits in it is lost: use Redis, RabbitMQ or SQS"
+        )
+        yield Lint(WARNING, "app: broker_url", driver, hint)
+    if driver == "amqp":
+        yield from _bounded_queues(app)
+        yield from _full_prefetch(app, deferred)
+
+
+def _broken_transport(app: Any, error: Exception) -> Lint:
+    """Return what is missing if the transport of an app's broker cannot be imported or made."""
+    write = app.conf.broker_write_url
+    setting = "broker_url" if write == app.conf.broker_url else "broker_write_url"
+    url = (write if isinstance(write, str) else write[0]).split(";")[0]
+    scheme = url.partition(":")[0].partition("+")[0].lower()
+    extra = _EXTRAS.get(scheme, scheme)
+    said = error.args[0] if type(error) is KeyError else error  # of which str() adds quotes
+    cause = f"no message can be sent: {str(said) or type(error).__name__}"
+    if isinstance(error, ImportError):
+        if error.name:
+            cause = f"its transport cannot import {error.name}"
+        extras = metadata("kombu").get_all("Provides-Extra") or ()
+        if what := f"'kombu[{extra}]'" if extra in extras else error.name:
+            cause = f"{cause}: run pip install {what}"
+    return Lint(ERROR, f"app: {setting}", redact_url(url), cause)
+
+
+def _full_prefetch(app: Any, deferred: Sequence[EffectiveOptions]) -> Iterator[Lint]:
+    """Give queues of RabbitMQ whose deferred messages fill a worker's prefetch.
 
     Source: celery.worker.consumer.tasks: with any quorum queue the prefetch is each consumer's own,
     and is not raised for messages that wait; from a direct exchange RabbitMQ does not delay them.
     """
-    deferred = [
-        options for _, options in tasks if options["on_conflict"].value not in ("skip", "fail")
-    ]
     prefetch = app.conf.worker_prefetch_multiplier
-    if prefetch == 0 and deferred:
-        hint = (
-            f"{_listed([options.task for options in deferred])}: a worker fetches its whole queue, "
-            "and all messages that wait for their locks stay in its memory: set 1 or more"
-        )
-        yield Lint(WARNING, "app: worker_prefetch_multiplier", "0", hint)
     if not (0 < prefetch <= DEFAULT_PREFETCH and has_quorum_queues(app)):
         return
     for queue in app.amqp.queues.values():
         names = [options.task for options in deferred if options.queue == queue.name]
         if names and queue.exchange.type == "direct":
             hint = (
-                f"{_listed(names)}: if RabbitMQ has a quorum queue, deferred messages fill a "
+                f"{listed(names)}: if RabbitMQ has a quorum queue, deferred messages fill a "
                 "worker's prefetch and block the messages behind them: use a topic exchange "
                 "(task_default_exchange_type), or a worker_prefetch_multiplier above the number "
                 "of messages that may wait"
@@ -445,6 +428,6 @@ def _memory(app: Any, tasks: Sequence[TaskInQueue]) -> Iterator[Lint]:
             yield Lint(WARNING, f"queue {queue.name!r}", "on a direct exchange", hint)
 
 
-def _listed(names: Sequence[str]) -> str:
+def listed(names: Sequence[str]) -> str:
     more = len(names) - _NAMED
     return ", ".join(sorted(names)[:_NAMED]) + (f" and {more} more" if more > 0 else "")

@@ -20,9 +20,8 @@ from contextlib import ExitStack
 from importlib.util import find_spec
 from typing import Any
 
-from billiard.process import current_process
-
 from celery_redlock import signals
+from celery_redlock.compatibility import find
 from celery_redlock.operate.control import held_locks_of
 from celery_redlock.tasks.children.reaper import forks_children
 from celery_redlock.tasks.delivery.delivery import Delivery, LockHeader, utc_now
@@ -31,6 +30,9 @@ from celery_redlock.tasks.startup import locked_tasks
 from celery_redlock.tasks.waiting.room import waiters_of
 
 logger = logging.getLogger(__name__)
+
+# without it, children are told apart by their pid
+_current_process = find("billiard.process:current_process", lambda: None)
 
 DIRECTORY = "PROMETHEUS_MULTIPROC_DIR"
 # seconds: from one round trip, over backoffs, to long jobs
@@ -182,7 +184,7 @@ class ValueFactory:
 
     def _process_identifier(self) -> str:
         """Return the part of the file's name that no other live process uses."""
-        index, process = getattr(current_process(), "index", None), str(os.getpid())
+        index, process = getattr(_current_process(), "index", None), str(os.getpid())
         # the child of a child has its parent's index, but would overwrite its parent's file
         if index is not None and os.getppid() == self._main:
             process = f"child-{index}"

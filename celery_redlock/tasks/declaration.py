@@ -12,11 +12,15 @@ import re
 import sys
 import types
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NoReturn
 
 from celery_redlock.errors import SettingsError
+from celery_redlock.tasks.arguments import Parameters, parameters_of
 from celery_redlock.tasks.per_app import settings_of
+from celery_redlock.tasks.settings.app import leave_out
+from celery_redlock.tasks.settings.levels import decides_key
 from celery_redlock.tasks.settings.options import OPTION
 from celery_redlock.tasks.settings.task_config import (
     TaskLockConfig,
@@ -34,9 +38,16 @@ def refuse_awaitable(task: Any, found: str) -> NoReturn:
     """Raise SettingsError for a task whose body must be awaited. found: what is to be awaited."""
     hint = (
         "a locked task cannot be async: use a `def` that calls asyncio.run() or asgiref's "
-        "async_to_sync, or set lock_key=False"
+        f"async_to_sync. {to_leave_out(task)}"
     )
     raise SettingsError(f"task {task.name!r}", "run", found, hint)
+
+
+def to_leave_out(task: Any) -> str:
+    """Return what leaves a task without a lock, at the place where it was made a locked one."""
+    if ENTRY in vars(type(task)):
+        return f"{leave_out(task.name)} in redlock_tasks"
+    return "To run it without a lock, set lock_key=False"
 
 
 def check_finished(task: Any, result: Any) -> None:
@@ -65,6 +76,14 @@ def config_of(task: Any) -> TaskLockConfig:
     return config
 
 
+def may_lock_anywhere(config: TaskLockConfig) -> bool:
+    """Return whether a run in any queue takes a lock, unless its call says otherwise."""
+    queues = () if decides_key(config.options) else config.app.queues.values()
+    return config.may_lock or any(
+        decides_key(one) and one.get("key") is not False for one in queues
+    )
+
+
 def _refuse_misspelt(task: Any) -> None:
     """Raise SettingsError for an attribute whose name is almost that of an option."""
     for written, value in vars(type(task)).items():
@@ -85,7 +104,7 @@ def _compile(task: Any) -> TaskLockConfig:
     # looked up on the class: the wrapper of autoretry on the instance may hide them
     wrappers = (inspect.getattr_static(type(task), name) for name in ("run", "__call__"))
     bodies = [bound_to(task, one.redlock_body) for one in wrappers if is_wrapper(one)]
-    signature = signature_of(bodies[0])
+    parameters = _parameters_of(task, bodies)
     pattern = type(task).__dict__.get(ENTRY)
     if pattern is None:
         attributes = {}
@@ -93,12 +112,21 @@ def _compile(task: Any) -> TaskLockConfig:
             if name.startswith("lock_"):
                 value = inspect.getattr_static(task, name)
                 attributes[name] = value.__func__ if isinstance(value, staticmethod) else value
-        config = compile_config(settings, task.name, attributes, signature)
+        config = compile_config(settings, task.name, attributes, parameters)
     else:
-        config = compile_adopted_config(settings, task.name, pattern, signature)
+        config = compile_adopted_config(settings, task.name, pattern, parameters)
     if config.may_lock and any(map(is_async, bodies)):
         refuse_awaitable(task, "async def")
     return config
+
+
+def _parameters_of(task: Any, bodies: Sequence[Body]) -> Parameters:
+    """Return what the `run` of a task takes of a call; a `__call__` of its class is before it."""
+    found = parameters_of(bodies[0])
+    if len(bodies) == 1:
+        return found
+    owner = next(one for one in type(task).__mro__ if "__call__" in vars(one))
+    return replace(found, through=(f"{owner.__qualname__}.__call__", *found.through))
 
 
 def bound_to(task: Any, attribute: Any) -> Any:
@@ -121,27 +149,27 @@ def is_async(function: Any) -> bool:
     return bool(flags & (inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR))
 
 
-def signature_of(function: Body) -> inspect.Signature:
-    """Return what a function takes, or its decorator, unless that passes everything on."""
-    if type(function) is functools.partial and hasattr(function, "__wrapped__"):
-        # as asgiref binds what it wraps: inspect would give the first parameter, too
-        function = functools.partial(function.__wrapped__, *function.args, **function.keywords)
-    try:
-        signature = inspect.signature(function, follow_wrapped=False)
-    except ValueError:  # an object that has a __get__: inspect takes it for a builtin
-        return inspect.signature(function)
-    if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in signature.parameters.values()):
-        signature = inspect.signature(function)
-    return signature
-
-
 def with_self(body: Any) -> inspect.Signature:
     """Return the signature of a class's function, which loses its first parameter when bound."""
     if not isinstance(body, staticmethod):
-        return signature_of(body)
-    signature = signature_of(body.__func__)
-    first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+        return parameters_of(body).signature
+    signature = parameters_of(body.__func__).signature
+    name = "self"
+    while name in signature.parameters:  # a function without `bind` may have a parameter `self`
+        name = f"_{name}"
+    first = inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY)
     return signature.replace(parameters=[first, *signature.parameters.values()])
+
+
+def dumped(
+    task: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    """Return arguments as a message has them: a Pydantic model is what Celery dumps it to.
+
+    Source: celery.app.task: `apply_async` of a task with `pydantic=True`, since Celery 5.7.
+    """
+    dump = getattr(task, "_dump_pydantic_arguments", None)
+    return (args, kwargs) if dump is None else dump(args, kwargs)
 
 
 def refuse_aio_pool(task: Any) -> None:
@@ -154,6 +182,6 @@ def refuse_aio_pool(task: Any) -> None:
         return
     hint = (
         f"calls bodies apart from their runs, so that {task.name} cannot be locked: use prefork, "
-        "threads, gevent or solo, or lock_key=False"
+        f"threads, gevent or solo. {to_leave_out(task)}"
     )
     raise SettingsError("worker", "pool", "celery_aio_pool", hint)

@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from celery import Celery
-from celery.utils.functional import noop
 
 from celery_redlock.errors import SettingsError
 from celery_redlock.lock.client import Redlock
-from celery_redlock.tasks.settings.app import AppSettings
+from celery_redlock.lock.validation import check_nodes
+from celery_redlock.tasks.settings.app import APP_SETTING, AppSettings
 from celery_redlock.tasks.settings.levels import find_nodes, read_app
+from celery_redlock.tasks.settings.options import OPTION
+from celery_redlock_entry import without_proxy
 
+logger = logging.getLogger(__name__)
+
+# The settings that may name the nodes, in the order in which `find_nodes` asks them; by the one
+# that does, those that would go before it.
+_NAME_NODES = ("redlock_nodes", "broker_write_url", "broker_url", "result_backend")
+_DECIDE_NODES = {name: _NAME_NODES[: place + 1] for place, name in enumerate(_NAME_NODES)}
+_OTHERS = tuple(f"redlock_{name}" for name in (*APP_SETTING, *OPTION) if name != "nodes")
+# by app: what the settings said as they were read
+_read: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
 _settings: weakref.WeakKeyDictionary[Any, AppSettings] = weakref.WeakKeyDictionary()
 _redlocks: weakref.WeakKeyDictionary[Any, Redlock] = weakref.WeakKeyDictionary()
 # Apps that have finalized and were checked: later tasks are, as they are added. Until then nothing
@@ -29,7 +42,7 @@ _is_worker = False
 
 # Called with the app of each locked task that is bound. The module `wiring` sets it, for it knows
 # all that a process needs for its first locked task, and is above the class of these tasks.
-on_locked_task: Callable[[Any], object] = noop
+on_locked_task: Callable[[Any], object] = id  # which does nothing
 
 
 def settings_of(app: Any) -> AppSettings:
@@ -41,13 +54,68 @@ def settings_of(app: Any) -> AppSettings:
     if settings is None:
         settings = read_app(app.conf, app.namespace)
         if settings.nodes:
+            _read[app] = _said(app.conf, (*_NAME_NODES, *_OTHERS))
             _settings[app] = settings
     return settings
 
 
-def without_proxy(app: Any) -> Any:
-    """Return an app, also for `celery.current_app`, which a class has that no app registered."""
-    return app._get_current_object() if hasattr(type(app), "_get_current_object") else app
+def _said(conf: Any, names: tuple[str, ...]) -> dict[str, Any]:
+    """Return what settings say, as a copy: a list or mapping may be changed where it is."""
+    return {name: _copy(conf.get(name)) for name in names}
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _copy(one) for key, one in value.items()}
+    return [*map(_copy, value)] if isinstance(value, (list, tuple)) else value
+
+
+def redlock_as_set(app: Any) -> Redlock:
+    """Return the app's `Redlock` for what begins now, on the nodes that its settings name now.
+
+    A test, or Django's `override_settings`, may change them after they were read. Raises
+    SettingsError if they have changed while this process holds a lock of the app. In a worker what
+    was read stands: Celery's settings are slow to ask, and each run would.
+    """
+    settings = None if _is_worker else _settings.get(app)
+    if settings is not None:
+        read = _read[app]
+        for name in _DECIDE_NODES[settings.nodes_from]:
+            said = app.conf.get(name)
+            if said != read[name] and _copy(said) != read[name]:  # a tuple is not its copy
+                _change_nodes(app, settings)
+                break
+    return redlock_of(app)
+
+
+def _change_nodes(app: Any, settings: AppSettings) -> None:
+    """Have an app lock on the nodes that its settings name now; all else stays as it was read."""
+    nodes, nodes_from = find_nodes(app.conf)
+    found = check_nodes("app", nodes_from, nodes)
+    redlock = _redlocks.get(app)
+    if redlock is not None and redlock.session.watchdog.watched and not redlock.session.is_closed:
+        before = ", ".join(node.name for node in redlock.session.nodes.all)
+        hint = (
+            f"has changed from {before} while this process holds a lock there: change it when no "
+            "lock is held"
+        )
+        raise SettingsError("app", nodes_from, ", ".join(node.name for node in found), hint)
+    with _making:
+        _read[app] = {**_read[app], **_said(app.conf, _NAME_NODES)}
+        _settings[app] = replace(settings, nodes=tuple(nodes), nodes_from=nodes_from)
+        _redlocks.pop(app, None)  # it closes itself once nothing uses it
+
+
+def _warn_of_late(app: Any) -> None:
+    """Log which settings, other than the nodes, have changed since they were read."""
+    read = _read.get(app, {})
+    now = _said(app.conf, _OTHERS) if read else {}
+    if late := [name for name in now if now[name] != read[name]]:
+        logger.warning(
+            "%s: changed after this process had read it, so it changes no lock here: set it "
+            "before the app finalizes",
+            ", ".join(late), extra={"event": "settings_late"},
+        )  # fmt: skip
 
 
 def redlock_of_given(app: Any) -> Redlock:
@@ -55,14 +123,15 @@ def redlock_of_given(app: Any) -> Redlock:
     app = without_proxy(app)
     if not isinstance(app, Celery):
         raise SettingsError("Redlock.of", "app", repr(app), "must be a Celery app")
-    return redlock_of(app)
+    return redlock_as_set(app)
 
 
 def redlock_of(app: Any) -> Redlock:
     """Return the app's `Redlock` in this process, made at the first call, and again once closed.
 
     It connects with its first lock, so a worker that forks has no open connection; a forked child
-    connects anew by itself. Raises SettingsError, also if no setting names a node.
+    connects anew by itself. Nodes that the settings name by now instead count for what begins
+    later: see `redlock_as_set`. Raises SettingsError, also if no setting names a node.
     """
     redlock = _redlocks.get(app)
     if redlock is None or redlock.session.is_closed:
@@ -72,7 +141,8 @@ def redlock_of(app: Any) -> Redlock:
         with _making:
             redlock = _redlocks.get(app)
             if redlock is None or redlock.session.is_closed:
-                _redlocks.pop(app, None)
+                if _redlocks.pop(app, None) is None:
+                    _warn_of_late(app)
                 made = Redlock(
                     settings.nodes,
                     prefix=settings.prefix,

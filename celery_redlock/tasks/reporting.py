@@ -20,15 +20,17 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from celery import states
-from celery.backends.base import DisabledBackend
 from celery.exceptions import SoftTimeLimitExceeded, TaskRevokedError
 from celery.signals import task_revoked
 
+from celery_redlock.compatibility import find
 from celery_redlock.errors import LockLost
 from celery_redlock.lock.platform.clock import SystemClock
 
 logger = logging.getLogger(__name__)
 
+# without it, results are written to a backend that keeps none, which is logged
+DisabledBackend: Any = find("celery.backends.base:DisabledBackend", ())
 DEFERRED = "DEFERRED"
 MOST_PENDING = 1000  # states that wait to be stored; as many messages wait in a worker's memory
 DEADLINE = 5.0  # seconds after which a store is given up, and its message may run
@@ -181,7 +183,9 @@ class StoringThread:
             return
         for name in {"socket_timeout", "socket_connect_timeout"} & params.keys():
             params[name] = min(params[name] or DEADLINE, DEADLINE)
-        tries_again = backend.on_connection_error
+        tries_again = getattr(backend, "on_connection_error", None)
+        if tries_again is None:  # then only the deadline of each read holds
+            return
 
         def on_connection_error(most: Any, error: Exception, *how: Any) -> Any:
             if self._clock.now() - self._began >= DEADLINE:
@@ -254,9 +258,9 @@ class StateReporter:
             return False
         return meta["status"] in states.READY_STATES
 
-    def deferred(self, info: Mapping[str, Any], why: str) -> None:
-        """Store and send DEFERRED. info, why: as of `Deferral`."""
-        if self.stores:
+    def deferred(self, info: Mapping[str, Any], why: str, *, is_stored: bool = True) -> None:
+        """Store and send DEFERRED. info, why: as of `Deferral`. is_stored: as the app says."""
+        if is_stored and self.stores:
             self._store(functools.partial(self._store_deferred, info))
         why = why if "rate" in info else f"{info['resource']}: {why}"  # that of a rate names it
         text = "{why}; deferrals: {deferrals}; waited: {waited:.1f} s; next try: {next_try}"
@@ -294,9 +298,7 @@ class StateReporter:
     def started(self, *, was_deferred: bool) -> None:
         """Store STARTED once the lock is held, and let monitors leave DEFERRED.
 
-        was_deferred: DEFERRED and its reason are what monitors show until now.
-        Source: celery.events.state: a task-started after a custom event does not change the state,
-        a task-retried does.
+        was_deferred: DEFERRED and its reason may be what monitors show until now.
         """
         let_through = (SoftTimeLimitExceeded,)  # the body is about to begin, and must not now
         # not attempted: a body that can be aborted does not begin if nobody can say that it was
@@ -304,10 +306,20 @@ class StateReporter:
             meta = {"pid": os.getpid(), "hostname": self._request.hostname}
             self._attempt(functools.partial(self._store_state, states.STARTED, meta), let_through)
         if was_deferred and not self._request.is_eager:
-            reason = "lock acquired after a deferral"
-            self._send("task-retried", let_through, exception=reason, traceback="")
-            # clear the reason of DEFERRED: a run that got its lock has no exception
-            self._send("task-started", let_through, result=None, exception=None, traceback=None)
+            why = "lock acquired after a deferral"
+            self._send_after_deferral("task-started", why, let_through)
+
+    def _send_after_deferral(
+        self, event: str, why: str, let_through: tuple[type[Exception], ...] = (), **fields: Any
+    ) -> None:
+        """Send an event, and let monitors leave DEFERRED and its reason.
+
+        Source: celery.events.state: an unknown state, as DEFERRED, stays over STARTED and REVOKED.
+        A task-retried takes its place, and any event takes the place of that one.
+        """
+        self._send("task-retried", let_through, exception=why, traceback="")
+        cleared = {"result": None, "exception": None, "traceback": None}
+        self._send(event, let_through, **cleared, **fields)
 
     def skipped(self, resource: str, reason: str) -> None:
         """Store REVOKED, so that callers, chains and chords end, and send SKIPPED."""
@@ -317,15 +329,22 @@ class StateReporter:
         if not is_eager:
             self._send("task-skipped", resource=resource, reason=reason, result=reason)
 
-    def revoked(self, reason: str) -> None:
+    def revoked(self, reason: str, *, was_deferred: bool) -> None:
         """Store REVOKED, and report it as Celery does in the main process.
 
-        reason: "expired" or "revoked".
+        reason: "expired" or "revoked". was_deferred: as of `started`.
         """
         self._store_revoked(reason)
         fields = {"terminated": False, "signum": None, "expired": reason == "expired"}
-        self._send("task-revoked", **fields)
+        self.show_revoked(reason, was_deferred=was_deferred, **fields)
         task_revoked.send(self._task, request=self._request, **fields)
+
+    def show_revoked(self, reason: str, *, was_deferred: bool, **fields: Any) -> None:
+        """Send task-revoked. reason: "terminated" as well. fields: Celery's of that event."""
+        if was_deferred:
+            self._send_after_deferral("task-revoked", reason, **fields)
+        else:
+            self._send("task-revoked", **fields)
 
     def message_lost(self, error: Exception) -> None:
         self._attempt(functools.partial(self._mark_as_failure, error))

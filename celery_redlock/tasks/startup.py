@@ -16,11 +16,10 @@ from contextlib import suppress
 from typing import Any
 
 from celery import Task, bootsteps, current_app
-from celery.app.annotations import resolve_all
-from celery.app.autoretry import add_autoretry_behaviour
 from celery.app.registry import TaskRegistry
 
 from celery_redlock import anchors, compatibility
+from celery_redlock.compatibility import find
 from celery_redlock.errors import SettingsError
 from celery_redlock.lock.node_status import (
     NodeReport,
@@ -30,18 +29,24 @@ from celery_redlock.lock.node_status import (
 )
 from celery_redlock.tasks import per_app
 from celery_redlock.tasks.children.reaper import watch_children
-from celery_redlock.tasks.declaration import ENTRY, config_of
+from celery_redlock.tasks.declaration import ENTRY, config_of, to_leave_out
 from celery_redlock.tasks.delivery.delivery import HEADER, LockHeader
 from celery_redlock.tasks.per_app import redlock_of, settings_of
 from celery_redlock.tasks.settings.app import CELERY_PREFIX, OptionSource, pattern_for
 from celery_redlock.tasks.settings.levels import find_nodes
 from celery_redlock.tasks.settings.options import OPTION
 from celery_redlock.tasks.task import LockedTask, check_declaration
-from celery_redlock_entry import lock_names
+from celery_redlock_entry import lock_names, without_proxy
 
 logger = logging.getLogger(__name__)
 
 # options of celery-once and celery-singleton that change what counts as the same call
+# without it, what is an option in vain is not told from an annotation, and both pass
+_resolve_all = find(
+    "celery.app.annotations:resolve_all", lambda said, task: [vars(type(task))] if said else []
+)
+_add_autoretry_behaviour = find("celery.app.autoretry:add_autoretry_behaviour", None)
+
 OF_OTHERS = {
     "once": "set lock_args to its keys, and lock_unique_for to its timeout",
     "raise_on_duplicate": 'set lock_on_duplicate="fail"',
@@ -56,6 +61,7 @@ def install(app: Any) -> None:
     Importing the package does the same for every app, and Celery's command line imports it if the
     setting is there. Raises SettingsError at once if the app has finalized, else when it finalizes.
     """
+    app = without_proxy(app)
     if app.finalized:
         check_app(app)
 
@@ -161,7 +167,7 @@ class AdoptingRegistry(TaskRegistry):
         if not found or name.startswith(CELERY_PREFIX):
             return
         # annotations are set on all tasks that they match
-        found.difference_update(*resolve_all(self.app.annotations, type(task)))
+        found.difference_update(*_resolve_all(self.app.annotations, type(task)))
         for written in sorted(found):
             value = vars(type(task))[written]
             hint = "has no effect without base=LockedTask: the task would run without a lock"
@@ -178,7 +184,8 @@ def adopt_task(task: Any, pattern: str) -> None:
     """
     cls = type(task)
     own = task.__dict__.pop("run", None)  # autoretry's, or one that its __init__ has set
-    autoretry = own if "_orig_run" in task.__dict__ else None
+    is_wrapped = _add_autoretry_behaviour is not None and "_orig_run" in task.__dict__
+    autoretry = own if is_wrapped else None  # else the lock is taken around all that it does
     if autoretry is not None:
         own = task.__dict__.pop("_orig_run")
     spared = getattr(task, "dont_autoretry_for", None) or LockedTask.dont_autoretry_for
@@ -197,7 +204,7 @@ def adopt_task(task: Any, pattern: str) -> None:
         said = dict(inspect.getclosurevars(autoretry).nonlocals)
         said["dont_autoretry_for"] = said["dont_autoretry_for"] or spared
         del said["task"]
-        add_autoretry_behaviour(task, **said)
+        _add_autoretry_behaviour(task, **said)
 
 
 class RefuseToStart(bootsteps.Step):
@@ -217,11 +224,13 @@ class RefuseToStart(bootsteps.Step):
             find_nodes(worker.app.conf)
         if any(cls.__module__ == "celery.concurrency.eventlet" for cls in worker.pool_cls.__mro__):
             # a body that does not yield blocks every thread there, so renewals would be late
-            locked = [task.name for task in locked_tasks(worker.app) if config_of(task).may_lock]
+            locked = [task for task in locked_tasks(worker.app) if config_of(task).may_lock]
             if locked:
+                names = ", ".join(sorted(task.name for task in locked))
                 hint = (
-                    f"eventlet cannot run locked tasks ({', '.join(sorted(locked))}): start the "
-                    "worker with -P gevent, or with prefork, threads or solo"
+                    f"eventlet cannot run locked tasks ({names}): start the "
+                    "worker with -P gevent, or with prefork, threads or solo. "
+                    f"{to_leave_out(locked[0])}"
                 )
                 raise SettingsError("worker", "worker_pool", "eventlet", hint)
 
@@ -232,7 +241,7 @@ def connect_child(**_: Any) -> None:
     Waits for nothing: celery.concurrency.asynpool kills a child that is not up within 4 s. An app
     that has not finalized is not the one of this child.
     """
-    app = current_app._get_current_object()
+    app = without_proxy(current_app)
     if app.finalized and locked_tasks(app):
         with suppress(SettingsError):  # logged by the main process, and raised by each run
             redlock_of(app).session.connect_soon()

@@ -2,29 +2,40 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
+import pkgutil
 import types
 from collections.abc import Mapping
 from typing import Any, NoReturn
+from uuid import uuid4
 
-from celery import Task
-from celery._state import get_current_task, get_current_worker_task
-from celery.utils import uuid
-from celery.utils.imports import symbol_by_name
+from celery import Task, current_task
 
 from celery_redlock.errors import NoRunError, NotAcquired, RedlockError, SettingsError
 from celery_redlock.lock.lock import Lock
 from celery_redlock.lock.validation import check_wait
 from celery_redlock.tasks import per_app
-from celery_redlock.tasks.declaration import config_of, is_wrapper
-from celery_redlock.tasks.delivery.delivery import ARGUMENTS, HEADER, own_headers
-from celery_redlock.tasks.delivery.route import queue_of_send
+from celery_redlock.tasks.declaration import (
+    config_of,
+    dumped,
+    is_wrapper,
+    may_lock_anywhere,
+    to_leave_out,
+)
+from celery_redlock.tasks.delivery.delivery import ARGUMENTS, HEADER, LockHeader, own_headers
 from celery_redlock.tasks.execution.run import lock_of, lock_of_run, run_of
+from celery_redlock.tasks.sending import (
+    check_send,
+    checked_options,
+    given_options,
+    publish_through,
+    queue_needed,
+    write_header,
+)
 from celery_redlock.tasks.settings.app import CELERY_PREFIX
 from celery_redlock.tasks.settings.levels import check_outside
-from celery_redlock.tasks.settings.options import UNIQUE_BY, EffectiveOptions, TaskLockOptions
-from celery_redlock.tasks.settings.task_config import TaskCall, TaskLockConfig
+from celery_redlock.tasks.settings.options import EffectiveOptions
+from celery_redlock.tasks.settings.task_config import TaskCall
 from celery_redlock.tasks.typed_options import (
     AnyRate,
     Decision,
@@ -39,14 +50,9 @@ from celery_redlock.tasks.typed_options import (
     Seconds,
     UniqueUntil,
 )
-from celery_redlock.tasks.unique.send import (
-    add_is_duplicate,
-    check_debounced,
-    is_awaited,
-    options_to_message,
-    send_claimed,
-)
-from celery_redlock.tasks.wrapping import wrap_hook, wrap_run
+from celery_redlock.tasks.unique.send import add_is_duplicate
+from celery_redlock.tasks.wrapping import hook_outside_run, wrap_hook, wrap_run
+from celery_redlock_entry import without_proxy
 
 HOOKS = ("on_success", "on_failure", "on_retry", "after_return")
 REQUEST = "celery_redlock.tasks.worker_request:Request"  # by name: only workers import it
@@ -110,7 +116,7 @@ class LockedTask(Task):
     def on_bound(cls, app: Any) -> None:
         """Check the declaration, and take over `track_started`: STARTED means the lock is held."""
         super().on_bound(app)
-        cls._app = app = per_app.without_proxy(app)
+        cls._app = app = without_proxy(app)  # of a class that no app has registered
         cls._wrap()
         if (cls.name or "").startswith(CELERY_PREFIX):
             return
@@ -121,6 +127,7 @@ class LockedTask(Task):
         if not app.finalized:
             per_app.owners.add(app)
         add_is_duplicate(app)
+        publish_through(app, LockedTask)
         per_app.on_locked_task(app)
         # a class without a name is checked at the first use of an instance
         if app in per_app.checked and cls.name:
@@ -137,23 +144,29 @@ class LockedTask(Task):
         """
         lock = lock_of_run(self.request)
         if lock is None:
-            raise NoRunError(self.name, not self.request.called_directly)
+            in_run = not self.request.called_directly
+            raise NoRunError(self.name, in_run, hook_outside_run.get() and not in_run)
         return lock
 
-    def lock_for(self, *args: Any, **kwargs: Any) -> Lock:
+    def lock_for(self, /, *args: Any, **kwargs: Any) -> Lock:
         """Return the lock that a run with these arguments takes, for use outside a run.
 
-        wait: seconds to wait for the lock, unless the task has an argument of that name. The
-        options and `{queue}` are those of the queue to which the task is routed. Raises
-        SettingsError. Raises RedlockError if the task takes no lock for these arguments.
+        Among them may be `wait`, the seconds to wait for the lock, and `queue`, the name of the
+        queue whose options and `{queue}` are meant; without it that to which the task is routed. A
+        task's own argument of such a name goes first. Raises SettingsError, also if a function in
+        `task_routes` chooses the queue: it is not asked. Raises RedlockError if the task takes no
+        lock for these arguments.
         """
         config = config_of(self)
-        wait = None
-        if "wait" in kwargs and "wait" not in config.signature.parameters:
+        wait, queue, parameters = None, None, config.signature.parameters
+        if "wait" in kwargs and "wait" not in parameters:
             wait = check_wait(f"task {self.name!r}", "lock_for(wait=...)", kwargs.pop("wait"))
-        queue = queue_of_send(self, args, kwargs)
+        if "queue" in kwargs and "queue" not in parameters:
+            queue = kwargs.pop("queue")
+        if queue is None:
+            queue = queue_needed(self, "lock_for", args, kwargs)
         options = config.options_for(queue)
-        call = TaskCall(self, args, kwargs, queue)
+        call = TaskCall(self, *dumped(self, args, kwargs), queue)
         resources = config.resources(options, call)
         if not resources:
             hint = "its lock_key is False, or returns None"
@@ -169,8 +182,8 @@ class LockedTask(Task):
         queue: its name; None for the queue to which the task is routed. lock: the options of a
         call, as in `apply_async`. `str()` of the result is a table. Raises SettingsError.
         """
-        own = queue_of_send(self, (), {}) if queue is None else queue
-        call_options = _call_options({} if lock is None else lock)
+        own = queue_needed(self, "lock_options") if queue is None else queue
+        call_options = given_options({} if lock is None else lock)
         return config_of(self).effective_options(own, call_options)
 
     def apply_async(self, args: Any = None, kwargs: Any = None, *more: Any, **options: Any) -> Any:
@@ -184,71 +197,23 @@ class LockedTask(Task):
         QuorumUnreachable if a send is to be deduplicated, no quorum votes, and
         on_unreachable="fail".
         """
-        if self.name.startswith(CELERY_PREFIX):
-            return super().apply_async(args, kwargs, *more, **options)
-        config = config_of(self)
-        check_outside(options)
-        if not config.app.nodes and config.may_lock:
-            per_app.redlock_of(self.app)  # raises, unless a setting names nodes by now
-        unique = None
-        if not more:
-            if config.may_be_unique or "lock" in options:
-                unique = self._unique(config, args, kwargs, options)
-            options["task_id"] = options.get("task_id") or uuid()
-        if "lock" in options:
-            _write_header(config, options, more[0] if more else options["task_id"])
-        if unique is None:
-            return super().apply_async(args, kwargs, *more, **options)
-        publish = functools.partial(super().apply_async, args, kwargs)
-        return send_claimed(
-            self.app, self.name, *unique, options, publish=publish, result_of=self.AsyncResult
-        )
-
-    def _unique(
-        self, config: TaskLockConfig, args: Any, kwargs: Any, options: Mapping[str, Any]
-    ) -> tuple[tuple[str, ...], TaskLockOptions] | None:
-        """Return resources and options of a send that is to be deduplicated, else None."""
-        found = self._unique_options(config, args, kwargs, options)
-        if found is None:
-            return None
-        queue, lock_options = found
-        resources = config.resources(lock_options, TaskCall(self, args or (), kwargs or {}, queue))
-        if not resources:
-            return None
-        check_debounced(self.app, self.name, options, lock_options.debounce)
-        # an eager send is not: its run has ended when it returns
-        return None if self.app.conf.task_always_eager else (resources, lock_options)
-
-    def _unique_options(
-        self, config: TaskLockConfig, args: Any, kwargs: Any, options: Mapping[str, Any]
-    ) -> tuple[str, TaskLockOptions] | None:
-        """Return queue and options of a send that is to be deduplicated if it has a key."""
-        call_options = _call_options(options.get("lock", {}))
-        may_be_unique = config.may_be_unique or any(map(call_options.get, UNIQUE_BY))
-        if not may_be_unique or is_awaited(options):
-            return None
-        queue = ""
-        if config.app.queues or config.may_name_queue(call_options):
-            celerys = {name: options[name] for name in options if name != "lock"}
-            queue = queue_of_send(self, args, kwargs, celerys)
-        lock_options = config.options_for(queue, call_options)
-        return (queue, lock_options) if lock_options.is_unique else None
-
-    def _check_send(self, args: Any, kwargs: Any, options: Mapping[str, Any]) -> None:
-        """Raise SettingsError for options with which `apply_async` would raise it."""
-        config = config_of(self)
-        check_outside(options)
-        config.check_call(_call_options(options.get("lock", {})))
-        _, unique = self._unique_options(config, args, kwargs, options) or ("", None)
-        if unique is not None and unique.key is not False and not callable(unique.key):
-            check_debounced(self.app, self.name, options, unique.debounce)
+        if not self.name.startswith(CELERY_PREFIX):
+            config = config_of(self)
+            check_outside(options)
+            if not config.app.nodes and config.may_lock:
+                per_app.redlock_of(self.app)  # raises, unless a setting names nodes by now
+            if self.app.conf.task_always_eager:
+                check_send(self, options)
+            elif "lock" in options:  # early: another class may send later
+                checked_options(config, dict(options))
+        return super().apply_async(args, kwargs, *more, **options)
 
     def apply(self, args: Any = None, kwargs: Any = None, *more: Any, **options: Any) -> Any:
         """Run the task in this process under its lock; `lock={...}` as in `apply_async`."""
         check_outside(options)
         if "lock" in options:
-            options["task_id"] = options.get("task_id") or uuid()
-            _write_header(config_of(self), options, options["task_id"])
+            options["task_id"] = options.get("task_id") or str(uuid4())
+            write_header(options, checked_options(config_of(self), options))
         result = super().apply(args, kwargs, *more, **options)
         result.is_duplicate = False
         return result
@@ -286,21 +251,6 @@ class LockedTask(Task):
         )
 
 
-def _call_options(lock: Any) -> Mapping[str, Any]:
-    """Return the options of a call, unchecked; raises SettingsError for what is no mapping."""
-    if not isinstance(lock, Mapping):
-        hint = 'must map option names to values, as lock={"ttl": 60}'
-        raise SettingsError("call", "lock", repr(lock), hint)
-    return lock
-
-
-def _write_header(config: TaskLockConfig, options: dict[str, Any], task_id: str) -> None:
-    """Move the call's `lock` options into the message's header."""
-    checked = config.check_call(_call_options(options.pop("lock")))
-    header = {"options": options_to_message(checked), "id": task_id}
-    options["headers"] = {**(options.get("headers") or {}), HEADER: header}
-
-
 class _CombinedRequest:
     """Gives the class of a task's requests, which derives from ours and from the user's own.
 
@@ -311,32 +261,43 @@ class _CombinedRequest:
         self._user_class = user_class
 
     def __get__(self, task: Any, owner: Any = None) -> type:
-        ours, user_class = symbol_by_name(REQUEST), symbol_by_name(self._user_class)
+        ours, user_class = pkgutil.resolve_name(REQUEST), self._user_class
+        if isinstance(user_class, str):
+            user_class = pkgutil.resolve_name(user_class)
         if issubclass(user_class, ours):
             return user_class  # type: ignore[no-any-return]
         return types.new_class(user_class.__name__, (ours, user_class))
 
 
 def check_declaration(task: LockedTask) -> None:
-    if task.Strategy != DEFAULT_STRATEGY:
-        hint = "runs bodies by itself, so no lock would be taken: use Celery's default"
+    config = config_of(task)
+    if task.Strategy != DEFAULT_STRATEGY and may_lock_anywhere(config):
+        hint = (
+            "runs bodies by itself, so no lock would be taken: use Celery's default. "
+            f"{to_leave_out(task)}"
+        )
         raise SettingsError(f"task {task.name!r}", "Strategy", repr(task.Strategy), hint)
-    config_of(task)
 
 
 def keep_arguments(task: Any = None, args: Any = None, kwargs: Any = None, **_: Any) -> None:
-    """Keep a run's arguments as they came, for a deferral.
+    """Keep a run's arguments as they came, for a deferral, and show it the `eta` of its send.
 
     Source: celery.app.trace hands the very same mapping to receivers of task_prerun, to
     `before_start` and to the body, and they take from it what is not the body's.
     """
     if isinstance(task, LockedTask):
-        task.request.__dict__[ARGUMENTS] = tuple(args), dict(kwargs)
+        request = task.request
+        request.__dict__[ARGUMENTS] = tuple(args), dict(kwargs)
+        header = LockHeader.of(request)
+        if header.was_republished:
+            request.eta = header.eta or None
 
 
 def current_lock() -> Lock | None:
     """Return the lock of the running task, for tasks without `bind`; None outside a run."""
-    for task in (get_current_task(), get_current_worker_task()):
+    if not current_task:
+        return None
+    for task in (current_task, current_task.app.current_worker_task):
         run = None if task is None else run_of(task.request)
         if run is not None:
             return run.lock

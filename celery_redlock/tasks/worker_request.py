@@ -20,10 +20,8 @@ from datetime import timedelta
 from typing import Any
 
 import celery.worker.request
-from billiard.einfo import ExceptionWithTraceback
-from billiard.exceptions import TimeLimitExceeded
+from celery.exceptions import TimeLimitExceeded
 from celery.signals import task_revoked
-from celery.utils.functional import noop
 from celery.worker import state
 
 from celery_redlock import anchors
@@ -51,6 +49,10 @@ from celery_redlock.tasks.waiting.room import rooms_of
 logger = logging.getLogger(__name__)
 
 
+def noop(*_: Any, **__: Any) -> None:
+    """Do nothing."""
+
+
 class Request(celery.worker.request.Request):
     """What `LockedTask.Request` names; a task's own class may derive from it.
 
@@ -66,7 +68,7 @@ class Request(celery.worker.request.Request):
     def __init__(self, message: Any, **options: Any) -> None:
         """Note what only this process sees of a delivery, and where its message was sent to."""
         super().__init__(message, **options)
-        carried, info = self._request_dict, message.delivery_info or {}
+        carried, info = self.request_dict, message.delivery_info or {}
         seen_here: dict[str, Any] = {  # each of them, for a sender may write these names as well
             RECEIVED: received_at(self.eta),
             QUEUE: info.get(QUEUE),
@@ -100,7 +102,7 @@ class Request(celery.worker.request.Request):
             extra = {"event": "header_unread", "task": self.name, "task_id": self.id}
             text = "cannot read the lock header of %s[%s], which goes on without it. See %s"
             logger.exception(text, self.name, self.id, anchors.UNEXPECTED, extra=extra)
-            self._request_dict.pop(HEADER, None)
+            self.request_dict.pop(HEADER, None)
             self.__dict__.pop("_context", None)  # made from that
             return False
 
@@ -151,9 +153,10 @@ class Request(celery.worker.request.Request):
             return
         state.task_ready(self)
         how = {"terminated": terminated, "signum": signum, "expired": expired}
-        self.send_event("task-revoked", **how)
         thread = next((room.states for room in rooms_of(self.app)), None)
         reporter = StateReporter(self.task, self._context, self.send_event, thread)
+        was_deferred = self._ask(lambda: self.delivery.was_deferred)
+        reporter.show_revoked(reason, was_deferred=was_deferred, **how)
         self._already_revoked = True
 
         def end() -> None:
@@ -176,7 +179,7 @@ class Request(celery.worker.request.Request):
         TaskPool.on_stop fires timers of hard time limits, also of a child that is killed already.
         """
         error = exc_info.exception
-        if isinstance(error, ExceptionWithTraceback):  # of a pool in this process
+        if isinstance(getattr(error, "exc", None), Deferred):  # of a pool in this process
             error = error.exc
         if isinstance(error, Deferred):
             for room in rooms_of(self.app):
@@ -193,7 +196,7 @@ class Request(celery.worker.request.Request):
         # back to the class' own: if the message were terminated, Celery would kill that process
         for name in ("time_start", "worker_pid", "_apply_result"):
             self.__dict__.pop(name, None)
-        if self.acknowledged or self._already_cancelled:
+        if self.acknowledged or getattr(self, "_already_cancelled", False):
             return  # it has ended meanwhile, or stays with the broker
         self.carry(header)
         for room in rooms_of(self.app):
@@ -218,7 +221,7 @@ class Request(celery.worker.request.Request):
         One that was sent to the pool may still run here: it is published as a redelivery. Return
         whether the broker has taken it; if not, the message stays there as it came.
         """
-        if self.acknowledged or self._already_revoked:
+        if self.acknowledged or getattr(self, "_already_revoked", False):
             return True
         delivery, left = self.delivery, self.eta - utc_now()
         delivery.request.__dict__[ARGUMENTS] = self.args, self.kwargs
@@ -255,9 +258,16 @@ class Request(celery.worker.request.Request):
         return bool(self.task.acks_late and state.should_terminate)
 
     def terminate(self, pool: Any, signal: Any = None) -> None:
-        """End the run by a signal; the message is acknowledged whatever the child does then."""
+        """End the run by a signal; the message is acknowledged whatever the child does then.
+
+        One that is not in the pool, or waits there for a thread or a greenlet, is ended by who asks
+        next whether it is revoked: the run, at the latest. Celery's own would end no message there,
+        and no run that threads have begun.
+        """
         if self.time_start:
             self._announce_end()
+        elif self._apply_result is None or not getattr(pool, "uses_semaphore", False):
+            return
         super().terminate(pool, signal)
 
     def cancel(self, pool: Any, signal: Any = None, **how: Any) -> None:

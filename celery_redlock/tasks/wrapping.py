@@ -10,19 +10,30 @@ import functools
 import sys
 import traceback
 import types
+from contextvars import ContextVar
 from typing import Any
 
-from billiard.einfo import ExceptionInfo, ExceptionWithTraceback
-from celery._state import get_current_worker_task
 from celery.app import trace
 from celery.exceptions import Ignore, Reject
 
+from celery_redlock.compatibility import find
 from celery_redlock.errors import RedlockError
+from celery_redlock.tasks.arguments import Arrivals
 from celery_redlock.tasks.body import MonitoredBody
 from celery_redlock.tasks.declaration import Body, bound_to, with_self
-from celery_redlock.tasks.delivery.delivery import Delivery
+from celery_redlock.tasks.delivery.delivery import ARGUMENTS, Delivery
 from celery_redlock.tasks.execution.run import RUN, LockedRun, run_of
 from celery_redlock.tasks.settings.app import CELERY_PREFIX
+
+# for the error of a hook that reads `self.lock`
+hook_outside_run: ContextVar[bool] = ContextVar("hook outside a run", default=False)
+_EINFO = "billiard.einfo:"
+ExceptionInfo: Any = find(f"{_EINFO}ExceptionInfo", object)
+ExceptionWithTraceback = find(f"{_EINFO}ExceptionWithTraceback", None)
+# else Celery describes each deferral itself, which takes twice as long
+_can_be_quick = hasattr(trace, "ExceptionInfo") and (
+    ExceptionInfo is not object and ExceptionWithTraceback is not None
+)
 
 _OURS = "celery_redlock."
 _CALLS_BODIES = ("celery.map", "celery.starmap", "celery.chunks")
@@ -37,8 +48,8 @@ def wrap_run(body: Any) -> Body:
     """
     kind = type(body)
 
-    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        request = self.request
+    def run(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+        request = request_of_run(self)
         if kind is staticmethod:  # what Celery makes of a function without `bind`
             call = body.__func__
         else:
@@ -63,18 +74,41 @@ def wrap_run(body: Any) -> Body:
     return run
 
 
+def request_of_run(task: Any) -> Any:
+    """Return the request on top; it shares what is kept of a run with the request of the tracer.
+
+    A tool may call the task, where Celery's tracer calls its `run`: an agent that hands a proxy of
+    the task to the tracer, for example. Outside `celery worker` a call pushes a copy of the
+    request, and task_postrun would not find there what the run has registered on the copy.
+    Source: celery.app.task: `Task.__call__` and `push_request`.
+    """
+    request, stack = task.request, task.request_stack.stack
+    if len(stack) > 1:
+        kept = request.__dict__.get(ARGUMENTS)
+        traced = next(one for one in stack if one.__dict__.get(ARGUMENTS) is kept)
+        if kept is not None and traced is not request:
+            request.__dict__ = traced.__dict__
+    return request
+
+
 def wrap_hook(hook: Any) -> Body:
     """Return a hook of the user's, as it stands in the class; the run learns that it was called.
 
     Source: celery.app.trace calls hooks when the outcome is stored and links and retry are
     published. Their errors pass through the tracer, which does not say where they come from.
+    celery.worker.request calls them in the main process for a run whose child it has killed.
     """
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         run = run_of(self.request)
         if run is not None:
             run.outcome_stored = True
-        return bound_to(self, hook)(*args, **kwargs)
+            return bound_to(self, hook)(*args, **kwargs)
+        before = hook_outside_run.set(True)
+        try:
+            return bound_to(self, hook)(*args, **kwargs)
+        finally:
+            hook_outside_run.reset(before)
 
     functools.update_wrapper(call, hook)
     call.redlock_wrapper = call  # type: ignore[attr-defined]
@@ -83,7 +117,7 @@ def wrap_hook(hook: Any) -> Body:
 
 def refuse_map(task: Any) -> None:
     """Raise RedlockError if chunks, map or starmap calls this body: it would take no lock."""
-    caller = get_current_worker_task()
+    caller = task.app.current_worker_task
     if caller is not None and caller.name in _CALLS_BODIES:
         raise RedlockError(
             f"{task.name} is called by {caller.name}, directly and so without its lock: use a "
@@ -95,6 +129,7 @@ _BETWEEN = frozenset(
     function.__code__
     for function in (
         LockedRun.execute, LockedRun._run_body, LockedRun._run_monitored, MonitoredBody.run,
+        Arrivals.run_compared,
     )
 )  # fmt: skip
 
@@ -126,7 +161,8 @@ def keep_tracebacks(**_: Any) -> None:
     Source: celery.app.trace calls `ExceptionInfo` twice for each Ignore and Reject, and no argument
     or setting names another class.
     """
-    trace.ExceptionInfo = QuickExceptionInfo
+    if _can_be_quick:
+        trace.ExceptionInfo = QuickExceptionInfo
 
 
 class _CountsBilliards(type):

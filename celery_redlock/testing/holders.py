@@ -31,8 +31,9 @@ from celery_redlock.lock.model.options import LockOptions
 from celery_redlock.lock.platform.clock import SystemClock
 from celery_redlock.lock.reports import LockList, LockReport
 from celery_redlock.lock.transport.command import text_of
-from celery_redlock.tasks.per_app import forget, redlock_of
+from celery_redlock.tasks.per_app import forget, redlock_as_set, redlock_of
 from celery_redlock.tasks.unique.claim import Claim
+from celery_redlock_entry import without_proxy
 
 POLL_INTERVAL = 0.02  # seconds between two checks of a condition
 _targets: list[Any] = []  # of `default_target`, the innermost last
@@ -53,6 +54,7 @@ def use_nodes(app: Any, nodes: Sequence[Any]) -> Iterator[Redlock]:
     `FakeNode`, an `EmbeddedNode`, or a value that `redlock_nodes` takes. They are also the default
     target of `hold`, `lose` and `assert_released`.
     """
+    app = without_proxy(app)
     before = app.conf.get("redlock_nodes")
     app.conf.redlock_nodes = [getattr(node, "url", node) for node in nodes]
     forget(app)
@@ -162,11 +164,11 @@ def _other_client(redlock: Redlock) -> Redlock:
 def _redlock_on(on: Any) -> Iterator[Redlock]:
     """Give the `Redlock` of an app or over nodes; it is closed at exit if it is made here."""
     if on is None:
-        on = _targets[-1] if _targets else current_app._get_current_object()
+        on = _targets[-1] if _targets else current_app
     if isinstance(on, Redlock):
         yield on
     elif hasattr(on, "conf"):
-        yield redlock_of(on)
+        yield redlock_as_set(without_proxy(on))
     else:
         with _redlock_over(on, "redlock") as redlock:
             yield redlock

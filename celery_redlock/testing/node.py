@@ -349,5 +349,5 @@ def wall_clock() -> float:
         # a factory with auto_tick_seconds moves at each call, and the kit's calls must not move it
         ticks = hasattr(factory, "step_width")
         frozen: dt.datetime = factory.time_to_freeze if ticks else factory()
-        return frozen.replace(tzinfo=dt.timezone.utc).timestamp()
+        return frozen.replace(tzinfo=dt.UTC).timestamp()
     return time.clock_gettime(time.CLOCK_REALTIME)

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -172,8 +172,12 @@ class WorkerProcess:
 
     app: as for `celery -A`. command: runs instead of the command line that the other options give.
 
+    spawn: starts the process group; a subclass may start it in another way.
+
     At the exit of `with` the worker gets a warm shutdown, then the group is killed.
     """
+
+    spawn: Callable[..., subprocess.Popen[bytes]] = staticmethod(spawn)
 
     def __init__(
         self, app: str, *, pool: str = "prefork", concurrency: int = 2, name: str = "w1",
@@ -215,7 +219,7 @@ class WorkerProcess:
 
     def launch(self) -> None:
         """Start the worker; return at once. Several can start in parallel: see `wait_ready`."""
-        self._process = spawn(self._command, self.log, cwd=self._cwd, env=self._env)
+        self._process = self.spawn(self._command, self.log, cwd=self._cwd, env=self._env)
 
     def wait_ready(self, timeout: float = 120.0) -> WorkerProcess:
         """Return when the launched worker reports that it is ready.

@@ -10,17 +10,20 @@ from pathlib import Path
 from typing import TypeVar
 
 import pytest
+from celery import Celery
 
 from celery_redlock import Redlock
 from celery_redlock.lock.postgres.address import address_of
 from celery_redlock.lock.transport.address import parse_address
-from tests.conftest import NODE_TIMEOUT, Nodes, see_quorum
+from celery_redlock.tasks.per_app import redlock_of
+from tests.conftest import NODE_TIMEOUT, PATIENCE, Nodes, see_quorum
 from tests.contract.postgres_calls import Session, postgres, sessions_on
 from tests.contract.proxy import Proxy, proxies
 from tests.contract.servers import Command
 from tests.postgres import PostgresNode
 
 T = TypeVar("T")
+STORES = {"valkey": ["redis"], "postgresql": ["postgresql"], "all": ["redis", "postgresql"]}
 MAJORITY = pytest.mark.redis_only("a majority of several nodes")
 REDIS_SERVER = pytest.mark.redis_only("what only a Redis server does")
 
@@ -42,9 +45,9 @@ def _is_redis_only(item: pytest.Item) -> bool:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Run each test of standing nodes on three Redis nodes, and on one PostgreSQL."""
+    """Run each test of standing nodes on three Valkey nodes, on one PostgreSQL, or on both."""
     if "standing_nodes" in metafunc.fixturenames:
-        stores = ["redis", "postgresql"]
+        stores = STORES[metafunc.config.getoption("store")]
         metafunc.parametrize("standing_nodes", stores, indirect=True, scope="session")
 
 
@@ -72,9 +75,9 @@ def at_once(*works: Callable[[], T]) -> list[T]:
         return list(threads.map(lambda work: work(), works))
 
 
-def in_child(work: Callable[[], object]) -> None:
+def in_child(work: Callable[[], object], fork: Callable[[], int] = os.fork) -> None:
     """Do a work in a forked child; fails where it raises, or returns False."""
-    child = os.fork()
+    child = fork()
     if child == 0:
         status = 1
         with contextlib.suppress(BaseException):
@@ -129,3 +132,13 @@ def sessions(node: PostgresNode) -> Iterator[list[Session]]:
 def command(node: PostgresNode) -> Command:
     """Give a function that asks `node`, as a client does."""
     return postgres(address_of(node.url))
+
+
+@pytest.fixture
+def sending_app(nodes: Nodes) -> Iterator[Celery]:
+    """Give an app that sends to a broker in this process; its locks are on real nodes."""
+    app = Celery("told", broker="memory://", backend="cache+memory://", set_as_default=False)
+    app.conf.update(redlock_nodes=[node.url for node in nodes], redlock_node_timeout=PATIENCE)
+    yield app
+    redlock_of(app).close()
+    app.close()

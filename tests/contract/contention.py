@@ -360,7 +360,7 @@ class Contest:
         self.check_alive()
         self.rules.end.touch()
         for name, process in self._running.items():
-            process.join(60)
+            process.join(120)
             assert process.exitcode == 0, f"{name} ended with {process.exitcode}\n{self._logs()}"
         assert "Traceback" not in self._logs(), self._logs()
         self.record = record_of(self.rules.folder)

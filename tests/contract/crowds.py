@@ -23,28 +23,31 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from celery_redlock import Lock, Redlock
+from celery_redlock.lock import retry
+from celery_redlock.lock.lock import acquisitions_of
 from celery_redlock.testing import embedded_nodes, trust_nodes
-from tests.postgres_gateway import client_of
+from tests import fork_server
+from tests.clients import client_of
 
 MODULE = "tests.contract.crowds"
 WAIT = 60.0  # s: longer than any case
 LEASE = 60.0  # s: of locks that a holder keeps without renewals, which would cost commands
+FAR = 600.0  # s: of a lock that ends by its release alone
 DEADLINE = 150.0  # s for a case
 
 THREADS, COROUTINES, RESOURCES, GREENLETS = 500, 1_000, 3_000, 400
-MEASURED = 4.0  # s of waiting
+MEASURED = 2.0  # s of waiting
 SETTLED, SETTLE, STEP = 0.03, 3.0, 0.5  # of a core; s at the most; s between two looks
-UNRELATED_TTL = 6.0  # s: of a lock that is renewed meanwhile
+UNRELATED_TTL = 15.0  # s: of a lock that is renewed meanwhile, and outlives a stall
 WAIT_IN_THREAD, SPREAD = 8.0, 2.0  # s: the ends of the waits are spread over so many s
 WAIT_FOR_RESOURCE = 8.0  # s
 PATIENCE = 5.0  # s for a node's reply, on a machine that does much else
 WAIT_IN_GREENLET = 4.0  # s
 TICK = 0.01  # s
 DESCRIPTORS = 1024  # at the most of a process
-SHORT_TTL, SHORT_TIMEOUT = 2.0, 0.5  # s
 LIMIT, TAKEN_BELOW, TAKEN_ABOVE = 200, 100, 50  # permits: all below the 101st, and some above
-WAIT_FOR_PERMIT, SHORT_LEASE = 20.0, 3.0  # s: the lease is longer than both
-FLOODED, BATCH, PAUSE = 1.5, 50, 0.02  # s; messages; s between two batches
+WAIT_FOR_PERMIT, SHORT_LEASE = 60.0, 3.0  # s
+FLOODED, BATCH, PAUSE = 2000, 50, 0.005  # messages; of a batch; s between two batches
 
 
 def main(case: str, *urls: str) -> None:
@@ -64,8 +67,8 @@ def main(case: str, *urls: str) -> None:
 def measure(case: str, urls: Sequence[str]) -> Any:
     """Run a case in a process of its own over nodes that vote; return its figures."""
     patched = ["gevent.monkey", "--module"] if case == "gevent" else []
-    command = [sys.executable, "-W", "ignore", "-m", *patched, MODULE, case, *urls]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE, check=False)
+    command = [sys.executable, "-m", *patched, MODULE, case, *urls]
+    done = fork_server.run(command, timeout=DEADLINE)
     assert done.returncode == 0, done.stderr[-5000:]
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -126,8 +129,8 @@ def descriptors() -> int:
 
 
 def closed(before: int) -> int:
-    """Return how many descriptors are open, once there are no more than before, or after 3 s."""
-    end = time.monotonic() + 3.0
+    """Return how many descriptors are open, once there are no more than before, or after 10 s."""
+    end = time.monotonic() + 10.0
     while (now := descriptors()) > before and time.monotonic() < end:
         time.sleep(0.05)
     return now
@@ -152,29 +155,30 @@ class Usage:
         self._commands, self._used = commands(self._clients), time.process_time()
         self._began = time.monotonic()
 
-    def end(self, others: int = 0) -> dict[str, float]:
-        """Return it. others: commands that are not to count."""
+    def end(self) -> dict[str, float]:
+        """Return it."""
         seconds, used = time.monotonic() - self._began, time.process_time() - self._used
-        count = commands(self._clients) - self._commands - len(self._clients) - others
-        return {"cpu": round(used / seconds, 3), "commands": round(count / seconds, 1)}
+        return {"cpu": round(used / seconds, 3), "commands": round(self.count() / seconds, 1)}
+
+    def count(self, others: int = 0) -> int:
+        """Return how many commands there were. others: commands that are not to count."""
+        return commands(self._clients) - self._commands - len(self._clients) - others
 
 
 class Ticker:
-    """Notes the longest time for which an event loop stood still.
+    """Notes how long an event loop stood still at most.
 
-    longest: s by the clock. busiest: s of CPU that its thread took between two ticks, whatever else
-    the machine does.
+    busiest: s of CPU that its thread took between two ticks, whatever else the machine does.
     """
 
     def __init__(self) -> None:
-        self.longest = self.busiest = 0.0
+        self.busiest = 0.0
 
     async def run(self) -> None:
         """Tick until it is cancelled."""
         while True:
-            due, used = time.monotonic() + TICK, time.thread_time()
+            used = time.thread_time()
             await asyncio.sleep(TICK)
-            self.longest = max(self.longest, time.monotonic() - due)
             self.busiest = max(self.busiest, time.thread_time() - used)
 
 
@@ -256,22 +260,20 @@ def coroutines(urls: Sequence[str]) -> dict[str, Any]:
     """Have coroutines wait for one held lock.
 
     commands: a second, of all nodes together, while all wait. cpu: share of a core.
-    stood_still: the longest s for which the event loop stood still meanwhile.
     """
 
     async def crowd(redlock: Redlock) -> dict[str, Any]:
         waits = [redlock.lock("r").acquire_async(WAIT) for _ in range(COROUTINES)]
-        async with ticking() as ticker:
-            tasks = [asyncio.create_task(wait) for wait in waits]
-            for step in settle_steps():
-                await asyncio.sleep(step)
-            usage = Usage(urls)
-            await asyncio.sleep(MEASURED)
-            used = usage.end()
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-        return {**used, "stood_still": round(ticker.longest, 2)}
+        tasks = [asyncio.create_task(wait) for wait in waits]
+        for step in settle_steps():
+            await asyncio.sleep(step)
+        usage = Usage(urls)
+        await asyncio.sleep(MEASURED)
+        used = usage.end()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        return used
 
     with Redlock(urls) as redlock, Redlock(urls) as other, held(other, "r"):
         return asyncio.run(crowd(redlock))
@@ -280,8 +282,7 @@ def coroutines(urls: Sequence[str]) -> dict[str, Any]:
 def resources(urls: Sequence[str]) -> dict[str, Any]:
     """Have coroutines wait for a held resource each.
 
-    stood_still, busy: the longest s for which the event loop stood still, by the clock and in CPU.
-    ends, overrun: as of `summary`.
+    busy: the longest s of CPU for which the event loop stood still. ends: as of `summary`.
     """
 
     async def crowd(redlock: Redlock) -> dict[str, Any]:
@@ -289,8 +290,7 @@ def resources(urls: Sequence[str]) -> dict[str, Any]:
         async with ticking() as ticker:
             waits = [outcome_async(lock, WAIT_FOR_RESOURCE) for lock in locks]
             outcomes = await asyncio.gather(*waits)
-        still = {"stood_still": round(ticker.longest, 2), "busy": round(ticker.busiest, 2)}
-        return {**still, **summary(outcomes)}
+        return {"busy": round(ticker.busiest, 2), **summary(outcomes)}
 
     with (
         Redlock(urls, node_timeout=PATIENCE) as redlock,
@@ -308,7 +308,7 @@ def greenlets(urls: Sequence[str]) -> dict[str, Any]:
     """
     resource.setrlimit(resource.RLIMIT_NOFILE, (DESCRIPTORS, DESCRIPTORS))
     clients = connected(urls)
-    with Redlock(urls) as redlock, Redlock(urls) as other, held(other, "r"):
+    with Redlock(urls, max_ttl=FAR) as redlock, Redlock(urls) as other, held(other, "r"):
         outcome(redlock.lock("r"), 1.0)  # connections for a waiter, which are kept for the next one
         before, most, outcomes = descriptors(), 0, list[tuple[str, float]]()
         renewed = redlock.lock("renewed", ttl=UNRELATED_TTL).acquire(wait=WAIT)
@@ -334,35 +334,44 @@ def shortage(urls: Sequence[str]) -> dict[str, Any]:
     """
     resource.setrlimit(resource.RLIMIT_NOFILE, (DESCRIPTORS, DESCRIPTORS))
     clients = connected(urls)
-    with Redlock(urls, node_timeout=SHORT_TIMEOUT) as redlock:
-        early = redlock.lock("early", ttl=SHORT_TTL).acquire(wait=WAIT)
+    with Redlock(urls, node_timeout=PATIENCE, max_ttl=FAR) as redlock:
+        early = redlock.lock("early", ttl=FAR).acquire(wait=WAIT)
         with no_descriptors():
-            time.sleep(SHORT_TTL / 2)
+            see_renewed(redlock, early)
+            before = [node.connection for node in redlock.session.nodes.all]
             for client in clients:
                 client.client_kill_filter(_type="normal", skipme=True)
-            time.sleep(SHORT_TTL / 2)
+            redlock.session.watchdog.renew_by(redlock.session.clock.now())
+            while any(node.connection in before for node in redlock.session.nodes.all):
+                time.sleep(0.01)
         early.release()
         return {"later": fate(redlock, clients)}
 
 
 def fate(redlock: Redlock, clients: Sequence[Any]) -> list[Any]:
-    """Return what becomes of a lock that is acquired, held past its ttl, and released.
+    """Return what becomes of a lock that is acquired and renewed; no node has it when it is over.
 
-    How the acquire ends; whether it is held then; whether no node has it after its release.
+    How the acquire ends, and whether the lock is held then.
     """
-    lock = redlock.lock("later", ttl=SHORT_TTL)
-    end, _ = outcome(lock, 2 * SHORT_TTL)
+    lock = redlock.lock("later", ttl=FAR)
+    end, _ = outcome(lock, WAIT)
     if end != "acquired":
         return [end]
-    time.sleep(1.5 * SHORT_TTL)
+    see_renewed(redlock, lock)
     is_held = lock.held
     lock.release()
-    over = time.monotonic() + SHORT_TTL / 2
-    while left := any(client.exists("{redlock}:lock:later") for client in clients):
-        if time.monotonic() > over:
-            break
-        time.sleep(0.02)
-    return [end, is_held, not left]
+    while any(client.exists("{redlock}:lock:later") for client in clients):
+        time.sleep(0.01)
+    return [end, is_held]
+
+
+def see_renewed(redlock: Redlock, lock: Lock) -> None:
+    """Let the watchdog renew a held lock now; return once it has."""
+    [lease] = acquisitions_of(lock)[0].leases
+    before = lease.valid_until
+    redlock.session.watchdog.renew_by(redlock.session.clock.now())
+    while lease.valid_until <= before:
+        time.sleep(0.01)
 
 
 @contextlib.contextmanager
@@ -462,14 +471,14 @@ def permits_wanted(client: Redlock, count: int) -> Iterator[Waiting]:
 def flood(urls: Sequence[str]) -> dict[str, Any]:
     """Forge release messages to a process that waits, on one node.
 
-    waited, others: forged messages a second that name the resource for which it waits, or another
-    one; and the commands that the nodes executed a second, without these. got: s from a real
-    release to the acquire, while both are forged.
+    waited, others: commands that the nodes executed meanwhile, without `FLOODED` forged messages
+    that name the resource for which it waits, or another one. It gets the lock by a real release,
+    while both are forged: by that message, as it does not look for itself.
     """
     client = client_of(urls[0], decode_responses=True)
     figures = dict[str, Any]()
-    with Redlock(urls) as redlock, calling(urls) as caller:
-        lock = redlock.lock("flooded", ttl=LEASE, renew=False)
+    with Redlock(urls, max_ttl=FAR) as redlock, calling(urls) as caller:
+        lock = redlock.lock("flooded", ttl=FAR, renew=False)
         channel, message = _real_message(lock, caller, client)
         lock.acquire(wait=WAIT)
         caller.wait("flooded")
@@ -477,16 +486,14 @@ def flood(urls: Sequence[str]) -> dict[str, Any]:
         forged = [message, message.replace("flooded", "other")]
         for name, text in zip(("waited", "others"), forged, strict=True):
             with Flood(client, channel, [text]) as flooding:
-                time.sleep(FLOODED / 4)
+                flooding.see(FLOODED / 4)
                 usage, sent = Usage(urls), flooding.sent
-                time.sleep(FLOODED)
-                sent = flooding.sent - sent
-                figures[name] = {"messages": round(sent / FLOODED), **usage.end(sent)}
-        with Flood(client, channel, forged):
-            time.sleep(FLOODED / 4)
-            released = time.monotonic()
+                flooding.see(FLOODED)
+                figures[name] = usage.count(flooding.sent - sent)
+        with Flood(client, channel, forged) as flooding:
+            flooding.see(FLOODED / 4)
             lock.release()
-            figures["got"] = round(caller.got() - released, 2)
+            caller.got()
         caller.release()
     return figures
 
@@ -524,6 +531,12 @@ class Flood:
             pipeline.execute()
             self.sent += len(batch)
 
+    def see(self, count: float) -> None:
+        """Return when so many more have been sent."""
+        until = self.sent + count
+        while self.sent < until:
+            time.sleep(PAUSE)
+
     def __enter__(self) -> Flood:
         self._thread.start()
         return self
@@ -552,10 +565,12 @@ class Caller:
     def __init__(self, urls: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
         self.urls = urls
         command = [sys.executable, "-m", MODULE, "caller", *urls]
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            env={**os.environ, **(environment or {})},
-        )  # fmt: skip
+        pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        self.process: Any = (
+            subprocess.Popen(command, env={**os.environ, **environment}, **pipes)
+            if environment
+            else fork_server.Process(command, **pipes)
+        )
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self._input, self.output = self.process.stdin, self.process.stdout
@@ -564,9 +579,9 @@ class Caller:
         """Begin to wait for a resource."""
         self._tell(name)
 
-    def got(self) -> float:
-        """Return the monotonic s at which the lock was acquired, once it is."""
-        return float(self.output.readline())
+    def got(self) -> None:
+        """Return when the lock is acquired."""
+        assert self.output.readline() == "got\n", "it was not acquired"
 
     def release(self) -> None:
         """Release the lock."""
@@ -589,11 +604,12 @@ def calling(urls: Sequence[str], environment: Mapping[str, str] | None = None) -
 
 
 def obey(urls: Sequence[str]) -> None:
-    """Be the process of a `Caller`."""
+    """Be the process of a `Caller`; after minutes it looks for itself: only a release wakes it."""
+    retry.LONGEST_DEAF, retry.REGISTERED_FOR = FAR, 2 * FAR
     with Redlock(urls) as redlock:
         for line in sys.stdin:
             with redlock.lock(line.strip(), wait=WAIT):
-                print(time.monotonic(), flush=True)
+                print("got", flush=True)
                 sys.stdin.readline()
 
 

@@ -24,9 +24,9 @@ from django.db import transaction  # noqa: E402 - needs Django's settings
 from celery_redlock import SettingsError  # noqa: E402
 from celery_redlock.django import LockedDjangoTask  # noqa: E402
 from celery_redlock.tasks.per_app import redlock_of  # noqa: E402
-from tests.conftest import PATIENCE, settle  # noqa: E402
-from tests.postgres_gateway import client_of  # noqa: E402
+from tests.clients import client_of, see_executed  # noqa: E402
 
+PATIENCE = 7.0  # s for a node's reply, on a machine that does much else
 app = Celery("shop", broker="memory://")
 ran: list[int] = []
 
@@ -46,7 +46,7 @@ class SoldOutError(Exception):
 
 def left() -> tuple[int, int]:
     """Return how many claims and messages there are."""
-    settle(redlock_of(app))
+    see_executed(redlock_of(app))
     claims = max(len(client.keys("*:unique:*")) for client in clients)
     with app.connection_for_write() as connection:
         return claims, connection.default_channel.queue_declare("celery").message_count

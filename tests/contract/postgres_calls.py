@@ -1,4 +1,4 @@
-"""Calls of a PostgreSQL node in transactions that stay open, for tests of calls at once."""
+"""Calls of a PostgreSQL node in transactions that stay open, and renewals that come at once."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ import hiredis
 import psycopg
 from redis import ResponseError
 
+from celery_redlock import Lock
+from celery_redlock.lock.lock import acquisitions_of
 from celery_redlock.lock.model.keys import (
     broken_key,
     fence_key,
@@ -156,9 +158,18 @@ class PostgresEar:
         eventually(lambda: self._command("PUBSUB", "NUMSUB", self._end) == [self._end, 0])
 
 
-def postgres(address: PostgresAddress, timeout: float = 60.0) -> Command:
-    """Return a function that asks a PostgreSQL node; an error is returned, too."""
-    dialled = address.dial(timeout)
+def valid_until(lock: Lock) -> float:
+    """Return the monotonic s until which a held lock is valid unless it is renewed."""
+    leases = [lease for one in acquisitions_of(lock) for lease in one.leases]
+    return min(lease.valid_until for lease in leases)
+
+
+def postgres(address: PostgresAddress, node_timeout: float = 60.0) -> Command:
+    """Return a function that asks a PostgreSQL node; an error is returned, too.
+
+    node_timeout: s for which the node waits for locks of its own.
+    """
+    dialled = address.dial(60.0, node_timeout)
 
     def command(*words: str) -> Any:
         dialled.send_command(*words)

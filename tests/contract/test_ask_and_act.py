@@ -19,6 +19,7 @@ from celery_redlock import (
     QuorumUnreachable,
     Redlock,
     SettingsError,
+    install,
     send_unique,
 )
 from celery_redlock.lock.claims import delete_claim
@@ -27,8 +28,9 @@ from celery_redlock.lock.model.keys import lock_key
 from celery_redlock.lock.transport.command import text_of
 from celery_redlock.operate.cli.group import as_data
 from celery_redlock.tasks.per_app import redlock_of
-from tests.conftest import PATIENCE, TTL, Nodes, eventually, is_free, settle, settled
+from tests.conftest import PATIENCE, Nodes, eventually, is_free, settle, settled
 from tests.contract.conftest import MAJORITY, REDIS_SERVER
+from tests.contract.renewals import hurry
 
 
 @pytest.fixture
@@ -150,6 +152,7 @@ class TestBreak:
         assert broken.lock.holder.label.startswith("pid ")
         assert is_free(nodes, "r")
         assert redlock.rates("r") == ()
+        hurry(redlock)
         eventually(lambda: not lock.held)
 
     def test_of_a_free_resource_nothing_is(self, redlock: Redlock) -> None:
@@ -192,17 +195,18 @@ def test_what_is_no_single_name_is_refused_and_changes_nothing(
 class TestOnLost:
     @staticmethod
     def held(redlock: Redlock, on_lost: Any) -> Lock:
-        lock = redlock.lock("r", ttl=TTL, wait=60, on_lost=on_lost).acquire()
+        lock = redlock.lock("r", wait=60, on_lost=on_lost).acquire()
         settle(redlock)
         return lock
 
-    def test_it_is_called_once_with_the_error(self, brisk_redlock: Redlock) -> None:
+    def test_it_is_called_once_with_the_error(self, redlock: Redlock) -> None:
         told: list[LockLost] = []
-        lock = self.held(brisk_redlock, told.append)
-        brisk_redlock.break_lock("r")
+        lock = self.held(redlock, told.append)
+        redlock.break_lock("r")
+        hurry(redlock)
         eventually(lambda: told)
         lock.release()  # which reports a loss, too
-        settle(brisk_redlock)
+        settle(redlock)
         (error,) = told
         assert (type(error), error.resource) == (LockLost, "r")
         assert "broke" in error.reason
@@ -219,26 +223,28 @@ class TestOnLost:
                 redlock.lock("r", **options)
             assert refused.value.name in options
 
-    def test_it_is_not_called_for_a_release(self, brisk_redlock: Redlock) -> None:
+    def test_it_is_not_called_for_a_release(self, redlock: Redlock) -> None:
         told: list[LockLost] = []
         for _ in range(3):
-            self.held(brisk_redlock, told.append).release()
-        settle(brisk_redlock)
+            self.held(redlock, told.append).release()
+        settle(redlock)
         assert told == []
 
     def test_what_it_raises_is_logged_and_stops_nothing(
-        self, brisk_redlock: Redlock, caplog: pytest.LogCaptureFixture
+        self, redlock: Redlock, caplog: pytest.LogCaptureFixture
     ) -> None:
         def fails(error: LockLost) -> None:
             raise ZeroDivisionError
 
-        neighbour, lost = brisk_redlock.lock("r2", ttl=TTL, wait=60).acquire(), threading.Event()
-        lock = self.held(brisk_redlock, fails)
-        brisk_redlock.break_lock("r")
+        neighbour, lost = redlock.lock("r2", wait=60).acquire(), threading.Event()
+        lock = self.held(redlock, fails)
+        redlock.break_lock("r")
+        hurry(redlock)
         eventually(lambda: [one for one in caplog.records if event_of(one) == "on_lost_failed"])
         lock.release()
-        lock = self.held(brisk_redlock, lambda error: lost.set())
-        brisk_redlock.break_lock("r")
+        lock = self.held(redlock, lambda error: lost.set())
+        redlock.break_lock("r")
+        hurry(redlock)
         assert lost.wait(60)
         assert neighbour.held
 
@@ -267,6 +273,11 @@ class TestAnApps:
     def test_the_current_app_is_an_app(self, app: Celery) -> None:
         app.set_current()
         assert Redlock.of(current_app) is redlock_of(app)
+        app.finalize()
+        install(current_app)
+        how: Any = {"resource": "r", "unique_for": 600.0}
+        sends = [send_unique(one, "shop.take", **how) for one in (app, current_app)]
+        assert [sent.is_duplicate for sent in sends] == [False, True]
 
     @pytest.mark.parametrize("given", [None, "shop", 7])
     def test_nothing_else_is_one(self, given: Any) -> None:

@@ -34,9 +34,11 @@ from celery_redlock import (
     current_lock,
 )
 from celery_redlock.testing import fake_nodes, locking_off, use_nodes
-from tests.conftest import FREED, NODE_TIMEOUT, TTL, eventually, settle
+from tests import fork_server
+from tests.conftest import NODE_TIMEOUT, TTL, eventually, settle
 from tests.contract import cursors
 from tests.contract.contention import PROCESSES
+from tests.contract.renewals import renew_now
 from tests.integration.conftest import ROOT
 from tests.pages import blocks
 from tests.postgres import PostgresNode
@@ -44,6 +46,7 @@ from tests.postgres import PostgresNode
 SHORT_TIMEOUT, SHORT_TTL = 1.0, 4.0  # s: of locks that expire in a test
 FREE = "SELECT FROM redlock.key WHERE name LIKE %s FOR UPDATE SKIP LOCKED"
 EXPIRED = "SELECT FROM redlock.key WHERE name LIKE '%lock:r' AND expires_at < clock_timestamp()"
+END = "UPDATE redlock.key SET expires_at = clock_timestamp() WHERE name LIKE '%lock:r'"
 GROWN = "SELECT expires_at FROM redlock.key WHERE name LIKE '%lock:r'"
 TAKEN_BY_OTHERS = "UPDATE redlock.key SET value = 'another' WHERE name LIKE '%lock:r'"
 
@@ -151,7 +154,7 @@ def test_a_coroutine_keeps_its_lock_until_the_commit(
 def test_djangos_cursor_is_one_of_its_transaction(node: PostgresNode) -> None:
     urls = [node.url, of_other(node, "bare")]
     command = [sys.executable, "-m", "tests.contract.confirm_django", *urls]
-    ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    ended = fork_server.run(command, cwd=ROOT)
     assert ended.returncode == 0, ended.stderr
     found = json.loads(ended.stdout)
     assert "(autocommit)" in found["autocommit"]
@@ -189,16 +192,23 @@ def is_paused(process: psutil.Process) -> bool:
     return bool(process.status() == psutil.STATUS_STOPPED)
 
 
+STOPPED = 40.0  # s, longer than a lease
+
+
 def write_when_told(line: Connection, url: str) -> None:
-    """Confirm, and write after what the line says."""
+    """Confirm, and write after what the line says, as if much time had passed meanwhile."""
     with (
-        client(url, SHORT_TIMEOUT) as redlock,
-        redlock.lock("r", ttl=SHORT_TTL, wait=60) as lock,
+        client(url) as redlock,
+        redlock.lock("r", wait=60) as lock,
         psycopg.connect(url) as connection,
     ):
         lock.confirm_in(connection)
+        renew_now(redlock, lock)  # which passes by a row that is confirmed
         line.send("confirmed")
         line.recv()
+        clock = redlock.session.clock
+        now = clock.now
+        clock.now = lambda: now() + STOPPED  # type: ignore[method-assign]
         connection.execute("INSERT INTO mark VALUES ('1 late')")
         connection.commit()
         line.send("committed")
@@ -210,17 +220,14 @@ def test_a_paused_holder_renews_first_and_keeps_the_lock_until_its_commit(
 ) -> None:
     with holder(write_when_told, node.url) as (line, process):
         assert told(line) == "confirmed"
-        for _ in range(2):  # a renewal passes by a row that is confirmed
-            before = node.query(GROWN)
-            eventually(functools.partial(lambda then: node.query(GROWN) > then, before))
         process.suspend()
-        eventually(lambda: node.query("SELECT 1 " + EXPIRED.removeprefix("SELECT")))
+        node.query(END)
         for _ in range(2):
             with pytest.raises(LockTaken):
-                rival.lock("r", ttl=SHORT_TTL).acquire(wait=0.2)
+                rival.lock("r").acquire(wait=0.2)
         process.resume()
         line.send("write")
-        with rival.lock("r", ttl=SHORT_TTL, wait=60):
+        with rival.lock("r", wait=60):
             assert told(line) == "committed"
             node.query("INSERT INTO mark VALUES ('2 next')")
     assert marks(node) == ["1 late", "2 next"]
@@ -242,7 +249,7 @@ def write_late(line: Connection, url: str, isolation: IsolationLevel) -> None:
     """Look at the lock, be stopped, confirm and write. Send what confirming has raised."""
     with (
         client(url, SHORT_TIMEOUT) as redlock,
-        redlock.lock("r", ttl=SHORT_TTL, wait=60) as lock,
+        redlock.lock("r", wait=60) as lock,
         psycopg.connect(url) as connection,
     ):
         connection.isolation_level = isolation
@@ -272,7 +279,8 @@ def test_a_holder_that_is_paused_before_it_confirms_writes_nothing(
 ) -> None:
     with holder(write_late, node.url, isolation) as (line, process):
         eventually(lambda: is_paused(process))
-        with rival.lock("r", ttl=SHORT_TTL, wait=60):
+        node.query(END)
+        with rival.lock("r", wait=60):
             node.query("INSERT INTO mark VALUES ('next')")
             process.resume()
             assert str(told(line)).startswith(error)
@@ -286,14 +294,13 @@ def test_a_holder_that_is_paused_before_it_confirms_writes_nothing(
 def test_a_lock_that_is_renewed_is_confirmed_by_an_old_snapshot(
     node: PostgresNode, rival: Redlock, isolation: IsolationLevel
 ) -> None:
-    with (
-        rival.lock("r", ttl=SHORT_TTL) as lock,
-        psycopg.connect(node.url) as connection,
-    ):
+    with rival.lock("r") as lock, psycopg.connect(node.url) as connection:
         connection.isolation_level = isolation
+        node.query(END)  # as it is for whoever looked a ttl ago
         (first,) = connection.execute(GROWN).fetchone() or ()
-        over = f"SELECT 1 WHERE clock_timestamp() > '{first}'"
-        eventually(lambda: node.query(over))
+        node.query(END.replace("()", "() + interval '30 s'"))
+        renew_now(rival, lock)
+        assert node.query(f"SELECT 1 WHERE clock_timestamp() > '{first}'")
         lock.confirm_in(connection)
         assert free(node) == 0
 
@@ -323,7 +330,7 @@ def test_a_release_before_the_commit_is_repeated_after_it(
         settle(redlock)
         assert not rival.lock("r", ttl=SHORT_TTL).try_acquire(wait=0.2)
         connection.commit()
-        with rival.lock("r", ttl=SHORT_TTL, wait=FREED):
+        with rival.lock("r", wait=45):  # before its lease would end
             settle(redlock)
     assert node.log().count("lock timeout") == before  # no other call has waited behind it
     assert "gives no vote" not in caplog.text
@@ -336,7 +343,9 @@ def test_a_release_before_the_commit_waits_for_it_beyond_the_ttl(
         lock = redlock.lock("r", ttl=SHORT_TTL).acquire()
         lock.confirm_in(connection)
         lock.release()
-        eventually(lambda: node.query("SELECT 1 " + EXPIRED.removeprefix("SELECT")))
+        settle(redlock)
+        node.query(END)
+        assert node.query("SELECT 1 " + EXPIRED.removeprefix("SELECT"))
         assert not rival.lock("r", ttl=SHORT_TTL).try_acquire(wait=0.2)
         connection.commit()
         rival.lock("r", ttl=SHORT_TTL).acquire(wait=60).release()

@@ -17,12 +17,11 @@ from tests.clocks import HOUR, WallClock
 from tests.conftest import NODE_TIMEOUT, Nodes
 from tests.contract.conftest import REDIS_SERVER
 from tests.contract.crowds import (
+    FLOODED,
     GREENLETS,
     RESOURCES,
     THREADS,
     WAIT,
-    WAIT_FOR_RESOURCE,
-    WAIT_IN_THREAD,
     Caller,
     calling,
     measure,
@@ -30,7 +29,6 @@ from tests.contract.crowds import (
 )
 
 TOO_MANY = pytest.mark.redis_only("a PostgreSQL answers so many calls at once too late")
-ROUNDS = 4  # releases of one lock to two callers
 
 
 def figures(case: str, nodes: Sequence[EmbeddedNode]) -> Any:
@@ -44,7 +42,6 @@ def test_threads_that_wait_for_one_lock_cost_next_to_nothing(nodes: Nodes) -> No
     assert found["cpu"] <= 0.05 + found["control"], found
     assert found["unrelated"], found
     assert found["ends"] == {"LockTaken": THREADS}, found
-    assert found["overrun"] < WAIT_IN_THREAD / 2, found
 
 
 @REDIS_SERVER  # it counts commands
@@ -58,8 +55,6 @@ def test_coroutines_that_wait_for_one_lock_leave_the_nodes_in_peace(nodes: Nodes
 def test_coroutines_that_wait_for_a_resource_each_let_the_event_loop_run(nodes: Nodes) -> None:
     found = figures("resources", nodes)
     assert found["busy"] < 1.0, found
-    assert found["stood_still"] < WAIT_FOR_RESOURCE / 2, found
-    assert found["overrun"] < WAIT_FOR_RESOURCE, found
     assert found["ends"] == {"LockTaken": RESOURCES}, found
 
 
@@ -69,12 +64,12 @@ def test_greenlets_that_wait_need_no_descriptors(nodes: Nodes) -> None:
     assert found["ends"] == {"LockTaken": GREENLETS}, found
     # spare pollers, and the subscriber connections, which are kept for a while
     assert found["after"] <= found["before"] + 8 + 3 * len(nodes), found
-    assert found["later"] == ["acquired", True, True], found
+    assert found["later"] == ["acquired", True], found
 
 
 @pytest.mark.slow
 def test_a_process_that_had_no_descriptors_renews_and_releases_again(nodes: Nodes) -> None:
-    assert figures("shortage", nodes) == {"later": ["acquired", True, True]}
+    assert figures("shortage", nodes) == {"later": ["acquired", True]}
 
 
 @pytest.mark.slow
@@ -83,45 +78,41 @@ def test_permits_above_the_hundredth_are_used(nodes: Nodes) -> None:
         assert taken == 50, (how, taken, seconds)
 
 
-@pytest.mark.parametrize("ahead", [-HOUR, HOUR])
 def test_who_began_to_wait_first_is_named_first_whatever_its_wall_clock_says(
-    nodes: Nodes, wall_clock: WallClock, ahead: int
+    nodes: Nodes, wall_clock: WallClock
 ) -> None:
     urls = [node.url for node in nodes]
-    wall_clock.set(ahead)
     with (
         calling(urls) as right,
         calling(urls, wall_clock.environment) as wrong,
         Redlock(urls, node_timeout=NODE_TIMEOUT) as redlock,
     ):
         # one whose clock is behind would come first by its own time, one that is ahead last
-        first, second = (right, wrong) if ahead < 0 else (wrong, right)
-        firsts = 0
-        for number in range(ROUNDS):
-            name = f"r{number}"
+        for ahead, first, second in ((-HOUR, right, wrong), (HOUR, wrong, right)):
+            wall_clock.set(ahead)
+            name = f"r{ahead}"
             with redlock.lock(name, wait=WAIT):
                 for count, caller in enumerate((first, second), start=1):
                     caller.wait(name)
                     see_waiting(urls, name, count)
+                found = [one for one in redlock.waiters().processes if one.resource == name]
+                by_rank = sorted(found, key=lambda one: one.rank)
+                assert [one.pid for one in by_rank] == [first.process.pid, second.process.pid]
+            # after a stall of 100 ms it is also the second one's turn
             winner = next_of(first, second)
-            firsts += winner is first
             for caller in (winner, second if winner is first else first):
                 caller.got()
                 caller.release()
-    assert firsts >= ROUNDS - 1  # a machine that stalls for 100 ms gives the second one its turn
 
 
 def next_of(*callers: Caller) -> Caller:
     """Return the caller that gets the lock next."""
     by_output = {caller.output: caller for caller in callers}
-    (output,), _, _ = select.select(list(by_output), [], [], WAIT)
+    (output, *_), _, _ = select.select(list(by_output), [], [], WAIT)
     return by_output[output]
 
 
 @REDIS_SERVER  # it counts commands
 def test_forged_release_messages_make_no_caller_busy_and_hide_no_real_one(nodes: Nodes) -> None:
     found = figures("flood", nodes)
-    for forged in (found["waited"], found["others"]):
-        assert forged["messages"] > 1000, found
-        assert forged["commands"] <= 100, found
-    assert found["got"] < 5.0, found
+    assert max(found.values()) <= FLOODED / 10, found

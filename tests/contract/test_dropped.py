@@ -73,10 +73,18 @@ def test_what_becomes_known_after_its_end_has_no_sender() -> None:
 @UNCLOSED
 @pytest.mark.usefixtures("nothing_is_left")
 class TestDropped:
-    def test_after_its_first_lock(self, nodes: Nodes) -> None:
+    def test_after_a_lock_and_a_look_at_its_nodes_and_a_wait_and_in_a_cycle(
+        self, nodes: Nodes
+    ) -> None:
         with over(nodes).lock("r", wait=60):
             pass
         see_freed(nodes, "r")
+        settle(over(nodes))
+        with over(nodes) as holder, holder.lock("r", wait=60), pytest.raises(LockTaken):
+            over(nodes).lock("r", wait=0.1).acquire()
+        in_a_cycle = over(nodes)
+        in_a_cycle.itself = in_a_cycle  # type: ignore[attr-defined]
+        settle(in_a_cycle)
 
     def test_after_a_lock_that_its_watchdog_saw_and_whose_options_refer_to_it(
         self, nodes: Nodes
@@ -86,13 +94,6 @@ class TestDropped:
             redlock.session.watchdog.call_soon(seen.set)  # done after a look at each lock
             assert seen.wait(60)
         see_freed(nodes, "r")
-
-    def test_after_a_look_at_its_nodes(self, nodes: Nodes) -> None:
-        settle(over(nodes))
-
-    def test_after_it_has_waited(self, nodes: Nodes) -> None:
-        with over(nodes) as holder, holder.lock("r", wait=60), pytest.raises(LockTaken):
-            over(nodes).lock("r", wait=0.5).acquire()
 
     def test_with_a_lock_that_goes_with_it_and_is_released(
         self, nodes: Nodes, caplog: pytest.LogCaptureFixture
@@ -116,11 +117,6 @@ class TestDropped:
         eventually(lambda: is_free(mortal_nodes[1:], "r"))
         mortal_nodes[0].resume()
         see_freed(mortal_nodes, "r")
-
-    def test_in_a_cycle(self, nodes: Nodes) -> None:
-        redlock = over(nodes)
-        redlock.itself = redlock  # type: ignore[attr-defined]
-        settle(redlock)
 
     def test_in_a_forked_child_its_parents_goes_on(self, nodes: Nodes) -> None:
         redlock = over(nodes)

@@ -27,8 +27,8 @@ from celery_redlock.lock.platform.clock import SystemClock
 from celery_redlock.lock.server.requests import BREAK, REGISTER, RELEASE
 from celery_redlock.lock.transport.command import Command, Round, Script, text_of
 from celery_redlock.lock.transport.poller import Poller
-from tests.conftest import FREED, NODE_TIMEOUT, Nodes, eventually, hearing, paused, settle
-from tests.contract.conftest import REDIS_SERVER, in_child
+from tests.conftest import NODE_TIMEOUT, Nodes, eventually, hearing, paused, settle
+from tests.contract.conftest import REDIS_SERVER
 from tests.contract.points import interrupt
 from tests.pages import ROOT
 
@@ -132,20 +132,12 @@ class TestRegistration:
         rank, free, ms = register(client, "w1", 1.0, limit=2)
         assert (rank, free, 0 < ms <= 30_000) == (0, 0, True)
 
-    def test_that_does_not_ask_gets_no_answer(self, client: Redis) -> None:
-        assert register(client, "w1", 1.0) == 0
-        assert waiting(client) == ["w1"]
-
-    def test_of_the_same_waiter_replaces_the_earlier_one(self, client: Redis) -> None:
-        register(client, "w1", 2.0)
+    def test_replaces_the_earlier_one_of_its_waiter_and_lasts_a_minute(self, client: Redis) -> None:
+        assert register(client, "w1", 2.0) == 0  # it does not ask
         register(client, "w2", 1.5)
+        client.pexpire(WAITING, 5_000)
         register(client, "w1", 1.0)
         assert waiting(client) == ["w1", "w2"]
-
-    def test_ends_by_itself_unless_somebody_registers(self, client: Redis) -> None:
-        register(client, "w1", 1.0)
-        client.pexpire(WAITING, 5_000)
-        register(client, "w2", 1.0)
         assert 30_000 < client.pttl(WAITING) <= int(MINUTE)
 
     def test_strikes_those_that_had_their_turn_only_if_a_key_is_free(
@@ -266,6 +258,18 @@ def test_a_value_without_a_token_names_its_successor(client: Redis, ears: Ears) 
     assert ears.heard() == [("w1", f"0 hello, {WAITING}")]
 
 
+def test_an_operator_that_breaks_a_lock_names_the_first(
+    redlock: Redlock, client: Redis, ears: Ears
+) -> None:
+    ears.listen(f"{INBOX}w1")
+    register(client, "w1", 1.0)
+    redlock.lock("r").acquire()
+    (standing,) = redlock.locks("r").locks
+    break_lock(redlock.session, standing)
+    token = text_of(standing.value).partition(":")[0]
+    assert ears.heard() == [("w1", f"0 {token} {WAITING}")]
+
+
 # processes that wait
 
 
@@ -298,9 +302,7 @@ class TestRegistered:
 
             if not interrupt(leave, point, begin, ("callers.py", "inbox.py"), "leave"):
                 break
-            if other.take_step(math.inf) is not None:  # it has become the first one
-                callers.inbox.place("r", 1, 0)
-            settle(redlock)
+            settle(redlock)  # also before it looks again
             assert callers.line("r") == [other], point
             assert client.zrange(WAITING, 0, -1, withscores=True) == [(callers.inbox.name, 2.0)]
             callers.leave(other)
@@ -308,34 +310,6 @@ class TestRegistered:
             assert not waiting(client), point
         callers.leave(keeps_the_inbox_open)
         assert point > 10
-
-    def test_an_operator_that_breaks_the_lock_names_the_first(
-        self, redlock: Redlock, rival: Redlock, client: Redis, pool: ThreadPoolExecutor, ears: Ears
-    ) -> None:
-        redlock.lock("r").acquire()
-        taking = pool.submit(take, rival)
-        eventually(lambda: waiting(client))
-        settle(rival)
-        (name,) = waiting(client)
-        ears.listen(f"{INBOX}{name}")
-        (standing,) = redlock.locks("r").locks
-        break_lock(redlock.session, standing)
-        assert taking.result(FREED)
-        assert (name, f"0 {text_of(standing.value).partition(':')[0]} {WAITING}") in ears.heard()
-
-    def test_a_forked_child_waits_under_a_name_of_its_own(
-        self, redlock: Redlock, rival: Redlock, client: Redis, pool: ThreadPoolExecutor
-    ) -> None:
-        lock = redlock.lock("r").acquire()
-        taking = pool.submit(take, rival)
-        (name,) = eventually(lambda: waiting(client))
-        child = pool.submit(in_child, functools.partial(take, rival))
-        eventually(lambda: len(waiting(client)) == 2)
-        assert name in waiting(client)
-        lock.release()
-        assert taking.result(FREED)
-        child.result(FREED)
-        eventually(lambda: waiting(client) == [])
 
 
 class TestQuestion:
@@ -352,17 +326,14 @@ class TestQuestion:
         callers.leave(caller)
         eventually(lambda: not client.exists(WAITING))
 
-    def test_is_answered_in_another_thread(self, inbox: Inbox) -> None:
+    def test_is_answered_in_another_thread_and_at_once_if_nobody_waits(self, inbox: Inbox) -> None:
         answers: Queue[tuple[int, Place | None]] = Queue()
         inbox.ask("r", 1, 0, lambda place: answers.put((threading.get_ident(), place)))
         thread, place = answers.get(timeout=WAIT)
         assert place == Place(0, 1, 0.0)
         assert thread != threading.get_ident()
-
-    def test_for_which_nobody_waits_is_answered_at_once(self, inbox: Inbox) -> None:
-        answers: list[Place | None] = []
-        inbox.ask("nobody waits for it", 1, 0, answers.append)
-        assert answers == [None]
+        inbox.ask("nobody waits", 1, 0, lambda place: answers.put((threading.get_ident(), place)))
+        assert answers.get_nowait() == (threading.get_ident(), None)
 
     def test_in_a_flood_the_others_follow_the_one_in_flight_as_one(
         self, inbox: Inbox, nodes: Nodes, redlock: Redlock, monkeypatch: pytest.MonkeyPatch
@@ -426,53 +397,19 @@ class TestRights:
             value, (name,) = client.get(KEY), waiting(client)
             ears.listen(f"{INBOX}{name}")
             lock.release()
-            assert taking.result(FREED)
+            assert taking.result(WAIT)
             settle(one)
             assert (name, f"0 {value.partition(':')[0]} {WAITING}") in ears.heard()
 
 
-class CutLine:
-    """One waiter, about which an exception strikes at the first question."""
+class OneWaiter:
+    """One that waits. look: says since when; None if it has left."""
 
-    def __init__(self) -> None:
-        self.cuts = 1
-
-    def since(self, resource: str) -> float:
-        if self.cuts:
-            self.cuts -= 1
-            raise KeyboardInterrupt
-        return 1.0
-
-    def resources(self) -> set[str]:
-        return {"r"}
-
-    def on_step(self, *_: object) -> None: ...
-
-    def on_listening(self) -> None: ...
-
-
-def test_a_question_that_is_cut_off_keeps_no_later_one_from_being_asked(nodes: Nodes) -> None:
-    with Redlock([node.url for node in nodes]) as redlock:
-        settle(redlock)
-        inbox = Inbox(redlock.session, CutLine())
-        places: Queue[Place | None] = Queue()
-        with pytest.raises(KeyboardInterrupt):
-            inbox.ask("r", 1, 0, places.put)
-        for _ in range(3):
-            inbox.ask("r", 1, 0, places.put)
-            assert places.get(timeout=WAIT) is not None
-        inbox.close()
-
-
-class LeftLine:
-    """One waiter, which leaves in another thread as this one registers."""
-
-    def __init__(self) -> None:
-        self.looks: Iterator[float] = itertools.repeat(1.0)  # seconds since 1970
-        self.opened = 0
+    def __init__(self, look: Callable[[], float | None] = lambda: 1.0) -> None:
+        self.look, self.opened = look, 0
 
     def since(self, resource: str) -> float | None:
-        return next(self.looks, None)
+        return self.look()
 
     def resources(self) -> set[str]:
         return {"r"}
@@ -483,13 +420,33 @@ class LeftLine:
         self.opened += 1
 
 
+def test_a_question_that_is_cut_off_keeps_no_later_one_from_being_asked(nodes: Nodes) -> None:
+    cuts: list[BaseException] = [KeyboardInterrupt()]
+
+    def look() -> float:
+        if cuts:
+            raise cuts.pop()
+        return 1.0
+
+    with Redlock([node.url for node in nodes]) as redlock:
+        settle(redlock)
+        inbox = Inbox(redlock.session, OneWaiter(look))
+        places: Queue[Place | None] = Queue()
+        with pytest.raises(KeyboardInterrupt):
+            inbox.ask("r", 1, 0, places.put)
+        for _ in range(3):
+            inbox.ask("r", 1, 0, places.put)
+            assert places.get(timeout=WAIT) is not None
+        inbox.close()
+
+
 @pytest.mark.parametrize("register", ["changed", "asked", "moved", "opened anew"])
 def test_a_wait_that_ends_as_another_thread_registers_it_leaves_no_waiter(
     nodes: Nodes, register: str
 ) -> None:
     with Redlock([node.url for node in nodes]) as redlock:
         settle(redlock)
-        line, client = LeftLine(), nodes[0].client()
+        line, client = OneWaiter(), nodes[0].client()
         inbox = Inbox(redlock.session, line)
         inbox.listen()
         eventually(lambda: line.opened == len(nodes))
@@ -499,13 +456,13 @@ def test_a_wait_that_ends_as_another_thread_registers_it_leaves_no_waiter(
             inbox.changed("r")
             settle(redlock)
             assert waiting(client)
-        line.looks = iter([2.0])
+        looks = [] if register == "opened anew" else [2.0]
+        line.look = lambda: looks.pop() if looks else None  # it leaves in another thread
         if register == "asked":
             places: Queue[Place | None] = Queue()
             inbox.ask("r", 1, 0, places.put)
             places.get(timeout=WAIT)
         elif register == "opened anew":
-            line.looks = iter([])
             inbox.on_message(inbox.channel, "", 0)
         else:
             inbox.changed("r")

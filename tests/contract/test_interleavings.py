@@ -22,7 +22,6 @@ from celery_redlock.lock.model.lease import Fence, Lease, LockKey
 from celery_redlock.lock.transport.command import PING, Command, encode_text
 from celery_redlock.signals import LockLostEvent, lock_lost
 from tests.conftest import (
-    FREED,
     NODE_TIMEOUT,
     PATIENCE,
     TTL,
@@ -35,6 +34,7 @@ from tests.conftest import (
     trust_nodes,
 )
 from tests.contract.conftest import MAJORITY
+from tests.contract.renewals import hurry
 
 
 class Echo:
@@ -117,7 +117,7 @@ def test_answers_stay_with_their_commands_while_connections_break(nodes: Nodes) 
 
         drain = session.nodes.drain
         most = 1000 if len(nodes) > 1 else 100  # PostgreSQL starts a process for each connection
-        for_seconds(8, write, drain, drain, break_off, enough=lambda: len(seen) > most)
+        for_seconds(3, write, drain, drain, break_off, enough=lambda: len(seen) > most)
     assert len(seen) > most
     assert len(broken_at) > 2
     assert [pair for pair in seen if pair[1] != str(pair[0]).encode()] == []
@@ -140,19 +140,18 @@ def test_an_inner_lock_whose_outer_one_ran_out_meanwhile_is_not_acquired(
         outer.release()
 
 
-@pytest.mark.slow
 def test_a_lock_that_nobody_keeps_is_released_instead_of_renewed(
     redlock: Redlock, nodes: Nodes, caplog: pytest.LogCaptureFixture
 ) -> None:
-    redlock.lock("r").acquire()
+    redlock.lock("r", ttl=60).acquire()
     gc.collect()
-    # at its first renewal, 10 s from here, and not at the end of its ttl, 30 s from here
-    eventually(lambda: is_free(nodes, "r"), within=25)
+    hurry(redlock)
+    eventually(lambda: is_free(nodes, "r"), within=45)  # at a renewal, before its ttl would be over
     eventually(lambda: "released 'r': its Lock was garbage collected" in caplog.text)
 
 
-@pytest.mark.parametrize("prefix", ["50%off", "a%%b", "x%b", "ü", "a b", "a\n", "\udcff"])
-def test_a_prefix_may_have_any_letters(nodes: Nodes, prefix: str) -> None:
+def test_a_prefix_may_have_any_letters(nodes: Nodes) -> None:
+    prefix = "50%off a%%b ü\n\udcff"
     trust_nodes(nodes, prefix)
     urls = [node.url for node in nodes]
     one, other = (Redlock(urls, prefix=prefix, node_timeout=PATIENCE) for _ in range(2))
@@ -195,26 +194,26 @@ class TestHandlers:
     """What users' code does when it is told of a loss."""
 
     def lose(self, redlock: Redlock, name: str, nodes: Nodes) -> None:
-        lock = redlock.lock(name, ttl=TTL).acquire(wait=60)
+        lock = redlock.lock(name).acquire(wait=60)
         settle(redlock)
         for node in nodes:
             node.client().delete(f"{{redlock}}:lock:{name}")
+        hurry(redlock)
         eventually(lambda: not lock.held)
         lock.release()
 
     def test_bodies_hear_of_a_loss_before_receivers_do(
-        self, brisk_redlock: Redlock, nodes: Nodes
+        self, redlock: Redlock, nodes: Nodes
     ) -> None:
         told: list[str] = []
-        brisk_redlock.session.events.on_loss = lambda: told.append("bodies")
+        redlock.session.events.on_loss = lambda: told.append("bodies")
         with receiving(lock_lost, lambda sender, event: told.append("receivers")):
-            self.lose(brisk_redlock, "a", nodes)
+            self.lose(redlock, "a", nodes)
             eventually(lambda: told == ["bodies", "receivers"])
 
     def test_one_that_exits_does_not_end_the_telling(
-        self, brisk_redlock: Redlock, nodes: Nodes, caplog: pytest.LogCaptureFixture
+        self, redlock: Redlock, nodes: Nodes, caplog: pytest.LogCaptureFixture
     ) -> None:
-        redlock = brisk_redlock
         caplog.set_level(logging.CRITICAL)  # its traceback is no news here
         told: list[str] = []
 
@@ -261,7 +260,7 @@ def take(lock: Lock, gate: threading.Barrier) -> None:
 def test_of_threads_that_share_a_lock_object_one_gets_it_and_none_leaks_it(
     redlock: Redlock, nodes: Nodes
 ) -> None:
-    for turn in range(150):
+    for turn in range(60):
         lock = redlock.lock(f"r{turn}")
         gate = threading.Barrier(4)
         with ThreadPoolExecutor(4) as pool:
@@ -278,7 +277,7 @@ def test_after_a_lock_that_nobody_keeps_its_resource_is_taken_and_given_back_as_
     gc.collect()
     with redlock.lock("r", wait=60) as lock:
         assert lock.held
-    eventually(lambda: is_free(nodes, "r"), within=FREED)
+    eventually(lambda: is_free(nodes, "r"))
     assert "its Lock was garbage collected" not in caplog.text  # it did not take a renewal
 
 
@@ -301,7 +300,7 @@ def test_a_connection_that_each_renewal_breaks_does_not_make_them_oftener(
 
     with redlock.lock("r") as lock:
         before, began = scripts(), time.monotonic()
-        for_seconds(4, break_off)
+        for_seconds(1.5, break_off)
         more = scripts() - before
         assert more <= 3 * (time.monotonic() - began)  # a stall makes it longer
         assert lock.held
@@ -342,7 +341,7 @@ def test_what_is_known_of_a_hold_can_be_read_while_another_thread_brings_in_answ
         fence._counters.clear()
         hold.reclaims.clear()
 
-    for_seconds(1, answers, lambda: hold.to_reclaim(1.0), lambda: fence.usable)
+    for_seconds(0.1, answers, lambda: hold.to_reclaim(1.0), lambda: fence.usable)
 
 
 class Writing(Echo):

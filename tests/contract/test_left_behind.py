@@ -74,20 +74,14 @@ def test_a_claim_is_told_of_before_its_request_leaves(before: list[Proxy]) -> No
 
 
 @pytest.mark.slow
-def test_a_claim_is_settled_once_every_node_has_been_told(redlock: Redlock, ledger: Ledger) -> None:
+def test_a_claim_is_settled_once_every_node_has_been_told_also_if_it_was_refused(
+    redlock: Redlock, rival: Redlock, ledger: Ledger
+) -> None:
     with redlock.lock(["one", "two"]), redlock.lock("permit", limit=2):
         assert len(ledger.open) == 3
-    eventually(lambda: not ledger.open)
-    assert len(ledger.written) == 3
-
-
-@pytest.mark.slow
-def test_a_refused_claim_is_settled_too(redlock: Redlock, ledger: Ledger, nodes: Nodes) -> None:
-    urls = [node.url for node in nodes]
-    with Redlock(urls, node_timeout=NODE_TIMEOUT) as other, other.lock("k"):  # noqa: SIM117
-        with pytest.raises(LockTaken):
-            redlock.lock(["a", "k"]).acquire()
-    assert len(ledger.written) == 2
+    with rival.lock("k", wait=60), pytest.raises(LockTaken):
+        redlock.lock(["a", "k"]).acquire(wait=0)
+    assert len(ledger.written) == 5
     eventually(lambda: not ledger.open)
 
 
@@ -116,13 +110,6 @@ def test_a_claim_is_settled_when_its_time_is_up(mortal_nodes: Nodes) -> None:
         mortal_nodes[0].kill()
         lock.release()
         eventually(lambda: not ledger.open)
-
-
-def test_what_another_left_is_released_by_its_token(redlock: Redlock, nodes: Nodes) -> None:
-    for node in nodes:
-        node.client().set("{redlock}:lock:k", "token:theirs", px=300_000)
-    redlock.session.release_orphans(*left_by("k", "token:theirs"), 0.0)
-    see_freed(nodes, "k")
 
 
 @pytest.mark.slow

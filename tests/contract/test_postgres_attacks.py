@@ -29,7 +29,7 @@ from tests.contract.postgres_calls import (
     postgres,
 )
 from tests.contract.servers import Command
-from tests.postgres import PostgresNode
+from tests.postgres import PostgresNode, standing_node
 
 LONGER = str(2 * int(TTL))
 EVIL = """
@@ -41,9 +41,8 @@ CREATE OPERATOR public.% (LEFTARG = bigint, RIGHTARG = int, FUNCTION = public.ev
 
 @pytest.fixture
 def node(postgres_template: Path) -> Iterator[PostgresNode]:
-    """Give a node of the test's own, whose settings it changes."""
-    with PostgresNode(postgres_template, fsync=False) as made:
-        made.setup()
+    """Give a node whose settings a test may change."""
+    with standing_node(postgres_template) as made:
         yield made
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import psycopg
@@ -61,7 +62,14 @@ from tests.contract.postgres_calls import (
     unique,
 )
 from tests.contract.servers import Command
-from tests.postgres import PostgresNode
+from tests.postgres import PostgresNode, standing_node
+
+
+@pytest.fixture(scope="module")
+def postgres_node(postgres_template: Path) -> Iterator[PostgresNode]:
+    """Give a node that keeps what the test before has left."""
+    with standing_node(postgres_template) as made:
+        yield made
 
 
 def crowd(sessions: list[Session], call: Callable[[int], Call]) -> list[Any]:
@@ -172,7 +180,7 @@ def test_a_grant_and_a_reclaim_do_not_wait_for_each_other(
 def test_a_call_that_waits_for_too_long_leaves_nothing(
     node: PostgresNode, sessions: list[Session], command: Command
 ) -> None:
-    impatient = postgres(address_of(node.url), timeout=1.0)
+    impatient = postgres(address_of(node.url), node_timeout=1.0)
     (run,) = node.query("SELECT redlock.run_id()")[0]
     _, keys, arguments = grant(TWO, least="7", run=run)
     sessions[0].call(grant(ONE))

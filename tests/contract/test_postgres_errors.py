@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,10 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from celery_redlock import QuorumUnreachable, Redlock
 from celery_redlock.errors import SettingsError
 from celery_redlock.lock.node_status import read_nodes
+from celery_redlock.testing.servers import claim_port
+from tests import fork_server
 from tests.conftest import NODE_TIMEOUT, eventually
-from tests.postgres import PostgresNode, pooler, standby
+from tests.postgres import PostgresNode, pooler, standby, standing_node
 
 SECRET = "sekret"
 SETUP = "celery -A shop redlock setup"
@@ -30,16 +31,20 @@ OTHER_VERSION = (
 
 
 @pytest.fixture
-def bare(postgres_template: Path) -> Iterator[PostgresNode]:
-    """Give a server without the schema."""
-    with PostgresNode(postgres_template, fsync=False) as made:
+def node(postgres_template: Path) -> Iterator[PostgresNode]:
+    with standing_node(postgres_template) as made:
         yield made
 
 
-@pytest.fixture
-def node(bare: PostgresNode) -> PostgresNode:
-    bare.setup()
-    return bare
+@contextmanager
+def without_schema(node: PostgresNode) -> Iterator[None]:
+    """Let a node have no schema, or that of a test, meanwhile."""
+    node.query("DROP SCHEMA redlock CASCADE")
+    try:
+        yield
+    finally:
+        node.query("DROP SCHEMA IF EXISTS redlock CASCADE")
+        node.setup()
 
 
 def refused(url: str) -> tuple[str, str]:
@@ -55,6 +60,12 @@ def see(url: str, words: str, hint: str) -> None:
     for text in refused(url):
         assert words in text
         assert f"({hint}" in text
+
+
+def see_lock(url: str) -> None:
+    """See that a new client gets a lock, and leave none."""
+    with Redlock([url], node_timeout=NODE_TIMEOUT) as redlock, redlock.lock("r", wait=60) as lock:
+        assert lock.held
 
 
 def grant_rights(node: PostgresNode) -> None:
@@ -96,7 +107,7 @@ except Exception as error:
     print(type(error).__name__, error)
 """
         command = [sys.executable, "-c", story]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+        done = fork_server.run(command, timeout=120, check=True)
         assert done.stdout.startswith("SettingsError")
         assert 'needs psycopg: pip install "celery_redlock[postgresql]"' in done.stdout
         assert SECRET not in done.stdout + done.stderr
@@ -109,8 +120,8 @@ try:
 except Exception as error:
     print(type(error).__name__, error)
 """
-        done = subprocess.run(
-            [sys.executable, "-c", story], capture_output=True, text=True, timeout=60, check=True,
+        done = fork_server.run(
+            [sys.executable, "-c", story], timeout=120, check=True,
             env={**os.environ, "PSYCOPG_IMPL": "other"},
         )  # fmt: skip
         assert done.stdout.startswith("SettingsError")
@@ -148,19 +159,42 @@ except Exception as error:
 
 
 class TestAServer:
-    def test_without_the_schema(self, bare: PostgresNode) -> None:
-        see(bare.url, 'schema "redlock" does not exist', f"run `{SETUP}` once")
+    def test_without_the_schema_or_with_that_of_another_version(self, node: PostgresNode) -> None:
+        with without_schema(node):
+            see(node.url, 'schema "redlock" does not exist', f"run `{SETUP}` once")
+            node.setup()
+            node.query(OTHER_VERSION)
+            see(node.url, "version 99, and this release needs 2", "install that newer release")
 
-    def test_with_the_schema_of_another_version(self, node: PostgresNode) -> None:
-        node.query(OTHER_VERSION)
-        see(node.url, "version 99, and this release needs 1", "stop its clients, DROP SCHEMA")
+    @pytest.mark.parametrize(
+        ("reply", "words", "hint"),
+        [
+            (":1", "version 1, and this release needs 2", f"run `{SETUP}`, which moves"),
+            (":99", "version 99, and this release needs 2", "install that newer release"),
+            (":2", "its function redlock.command has an unexpected answer", ""),
+            ("*0", "its function redlock.command has an unexpected answer", ""),
+            ("+OK", "its function redlock.command has an unexpected answer", ""),
+        ],
+    )
+    def test_whose_greeting_is_not_that_of_this_release(
+        self, node: PostgresNode, reply: str, words: str, hint: str
+    ) -> None:
+        command = "redlock.command(w bytea[]) RETURNS bytea LANGUAGE sql"
+        with without_schema(node):
+            node.setup()
+            node.query(
+                f"CREATE OR REPLACE FUNCTION {command} RETURN convert_to(E'{reply}\\r\\n', 'UTF8')"
+            )
+            for text in refused(node.url):
+                assert words in text
+                assert f"({hint}" in text if hint else "unpack" not in text
 
     def test_a_standby(self, node: PostgresNode) -> None:
         with standby(node) as other:
             see(other.url, "session is read-only", A_STANDBY)
             attributes = f"{other.url}?target_session_attrs="
             see(f"{attributes}read-write", "session is read-only", A_STANDBY)
-            see(f"{attributes}any", "in recovery", A_STANDBY)
+            see(f"{attributes}any", "recovery is in progress", A_STANDBY)
             for text in refused(f"{attributes}any"):
                 assert "INFO" not in text
 
@@ -175,14 +209,14 @@ class TestAServer:
             see(between.url, "no more connections allowed", hint)
 
     def test_whose_strings_have_escapes_has_the_schema_as_everywhere(
-        self, bare: PostgresNode
+        self, node: PostgresNode
     ) -> None:
         off = "ALTER DATABASE postgres SET standard_conforming_strings"
-        bare.query(f"{off} = off")
-        bare.setup()
-        bare.query(f"{off} = on")
-        with Redlock([bare.url], node_timeout=NODE_TIMEOUT) as redlock:
-            assert redlock.lock("r").try_acquire(wait=60)
+        with without_schema(node):
+            node.query(f"{off} = off")
+            node.setup()
+            node.query(f"{off} = on")
+            see_lock(node.url)
 
     def test_a_database_or_a_role_that_is_not_there(self, node: PostgresNode) -> None:
         place = f"127.0.0.1:{node.port}"
@@ -208,13 +242,13 @@ class TestAServer:
             server.setup()
             server.query("CREATE ROLE locks LOGIN")
             grant_rights(server)
+            server.disconnect()
             url = server.url.replace("postgres@", "locks@")
             for _ in range(2):  # three more are for superusers
                 others.enter_context(closing(psycopg.connect(url)))
             see(url, "onnection slots", "raise its max_connections, or put pgbouncer between")
             others.close()
-            with Redlock([url], node_timeout=NODE_TIMEOUT) as redlock:
-                assert redlock.lock("r").try_acquire(wait=60)
+            see_lock(url)
 
     @pytest.mark.parametrize(
         ("query", "words"),
@@ -234,11 +268,11 @@ class TestAServer:
             assert "nohost.invalid: " in text
             assert "connection is lost" not in text
 
-    def test_one_that_is_down(self, node: PostgresNode) -> None:
-        node.kill()
-        for text in refused(node.url):
-            assert "Connection refused" in text
-            assert "Is the server running" not in text
+    def test_one_that_is_down(self) -> None:
+        with closing(claim_port()) as claim:
+            for text in refused(f"postgresql://u@127.0.0.1:{claim.getsockname()[1]}/db"):
+                assert "Connection refused" in text
+                assert "Is the server running" not in text
 
 
 def test_a_name_is_looked_up_before_libpq_would_keep_the_gil_for_it(node: PostgresNode) -> None:
@@ -252,38 +286,47 @@ def found(host, *words, **options):
 socket.getaddrinfo = found
 from celery_redlock import Redlock
 url = "postgresql://postgres@nohost.invalid,db.invalid/postgres?port={node.port}"
-with Redlock([url], node_timeout={NODE_TIMEOUT}) as redlock, redlock.lock("r", wait=20) as lock:
+with Redlock([url], node_timeout={NODE_TIMEOUT}) as redlock, redlock.lock("r", wait=60) as lock:
     print(lock.held)
 """
     command = [sys.executable, "-c", story]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = fork_server.run(command, timeout=120)
     assert done.stdout == "True\n", done.stderr
+
+
+def is_asked(node: PostgresNode, role: str) -> bool:
+    """Return whether the node asks a role for its password."""
+    try:
+        psycopg.connect(node.url.replace("postgres@", f"{role}@")).close()
+    except psycopg.OperationalError as error:
+        return "no password supplied" in str(error)
+    return False
 
 
 class TestThePassword:
     @pytest.fixture
-    def guarded(self, node: PostgresNode) -> PostgresNode:
+    def guarded(self, node: PostgresNode) -> Iterator[PostgresNode]:
         """Give a node that asks the role "locks" for a password."""
         node.query("CREATE ROLE locks LOGIN PASSWORD 'ri/ght@'")
         grant_rights(node)
-        before = (node.data / "pg_hba.conf").read_text()
-        (node.data / "pg_hba.conf").write_text(f"host all locks all scram-sha-256\n{before}")
+        rules = node.data / "pg_hba.conf"
+        before = rules.read_text()
+        rules.write_text(f"host all locks all scram-sha-256\n{before}")
         node.query("SELECT pg_reload_conf()")
-        asks = "SELECT 1 FROM pg_hba_file_rules WHERE auth_method = 'scram-sha-256'"
-        eventually(lambda: node.query(asks))
-        return node
+        eventually(lambda: is_asked(node, "locks"))
+        yield node
+        rules.write_text(before)
+        node.query("SELECT pg_reload_conf()")
+        eventually(lambda: not is_asked(node, "locks"))
 
     def test_a_right_one_in_each_place(
         self, guarded: PostgresNode, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         place = f"127.0.0.1:{guarded.port}/postgres"
-        urls = [f"locks:ri%2Fght%40@{place}", f"locks@{place}?password=ri%2Fght%40"]
-        for url in urls:
-            with Redlock([f"postgresql://{url}"], node_timeout=NODE_TIMEOUT) as redlock:
-                assert redlock.lock("r").try_acquire(wait=60)
+        see_lock(f"postgresql://locks:ri%2Fght%40@{place}")
+        see_lock(f"postgresql://locks@{place}?password=ri%2Fght%40")
         monkeypatch.setenv("PGPASSWORD", "ri/ght@")
-        with Redlock([f"postgresql://locks@{place}"], node_timeout=NODE_TIMEOUT) as redlock:
-            assert redlock.lock("r").try_acquire(wait=60)
+        see_lock(f"postgresql://locks@{place}")
 
     def test_none_and_a_wrong_one_say_so_and_no_text_shows_it(
         self, guarded: PostgresNode, caplog: pytest.LogCaptureFixture

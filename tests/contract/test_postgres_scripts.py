@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
+import hiredis
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -33,7 +35,7 @@ from celery_redlock.lock.server.requests import (
 from celery_redlock.testing import EmbeddedNode
 from tests.contract import test_simulated_scripts as simulated
 from tests.contract.postgres_calls import PostgresEar, postgres
-from tests.contract.servers import Command, RealEar, real
+from tests.contract.servers import RealEar, real
 from tests.contract.test_simulated_scripts import (
     BROKEN,
     DONE,
@@ -64,11 +66,26 @@ from tests.contract.test_simulated_scripts import (
     waiters,
     words_of,
 )
-from tests.postgres import PostgresNode
+from tests.postgres import PostgresNode, standing_node
+
+
+@pytest.fixture(scope="module")
+def postgres_node(postgres_template: Path) -> Iterator[PostgresNode]:
+    """Give a node that keeps what the test before has left."""
+    with standing_node(postgres_template) as made:
+        yield made
+
 
 STRINGS = (*KEYS, TENURE, ELSEWHERE, *(lock_key("redlock", "r", permit) for permit in (3, 4)))
 TIMELINE = "SELECT substr(pg_walfile_name(pg_current_wal_lsn()), 1, 8)"
 SETS = (WAITING, RATE_WAITING, TAKEN)
+# what is looked at after each step, with one request to each server
+LOOK = (
+    *(("GET", key) for key in STRINGS),
+    *(("ZRANGE", key, "0", "-1", "WITHSCORES") for key in SETS),
+    ("HGETALL", TOKENS),
+    *(("PTTL", key) for key in (*STRINGS, *SETS, TOKENS)),
+)
 Step = tuple[Any, Any, Any]
 
 any_values = st.sampled_from(["t1:one", "t2:two", "t3", "!4:hold", "!5:hold"])
@@ -164,7 +181,15 @@ class Both:
         self._client, self._node = client, node
         self._address = address_of(node.url)
         self._redis, self._postgres = real(client), postgres(self._address)
-        (self._timeline,) = node.query(TIMELINE)[0]
+        (self._run_id,) = node.query("SELECT redlock.run_id()")[0]
+        self._tokens: dict[str, str] = {}
+        words = [", ".join(f"'\\x{word.encode().hex()}'" for word in words) for words in LOOK]
+        looks = [f"redlock.command(array[{each}]::bytea[])" for each in words]
+        self._look = f"SELECT {', '.join(looks)}".encode()
+        self._looker = node.connect()
+
+    def close(self) -> None:
+        self._looker.close()
 
     def compare(self, steps: list[Step], channels: list[tuple[str, ...]]) -> None:
         """Take the steps on both, and compare replies, keys and messages after each."""
@@ -186,37 +211,54 @@ class Both:
                     break
 
     def _take(self, step: Step) -> None:
-        # a run id ends with the timeline of its server
-        words = [re.sub(r"\brun\d\b", rf"\g<0>-{self._timeline}", word) for word in words_of(step)]
+        # the node knows its own run id behind other words
+        words = [re.sub(r"\brun\d\b", rf"\g<0>-{self._run_id}", word) for word in words_of(step)]
         expected, found = self._redis(*words), self._postgres(*words)
         assert same_reply(expected, found) or words[0] in ("SET", "DEL"), (step, expected, found)
-        for key in STRINGS:
-            assert same(self._redis("GET", key), self._postgres("GET", key)), (key, step)
-        for key in SETS:
-            members = ("ZRANGE", key, "0", "-1", "WITHSCORES")
-            pairs = [(member, float(score)) for member, score in self._redis(*members)]
-            reply = self._postgres(*members)
-            other = list(zip(reply[::2], map(float, reply[1::2]), strict=True))
-            assert [one for one, _ in pairs] == [one for one, _ in other], (key, step)
-            for (_, score), (_, found) in zip(pairs, other, strict=True):
-                assert abs(score - found) < (SLACK if key == TAKEN else 1e-6), (key, step)
-        assert self._tokens(self._redis) == self._tokens(self._postgres), step
-        for key in (*STRINGS, *SETS, TOKENS):
-            ttls = self._redis("PTTL", key), self._postgres("PTTL", key)
-            assert abs(ttls[0] - ttls[1]) < SLACK, (key, step, ttls)
+        for (name, key, *_), expected, found in zip(LOOK, *self._seen(), strict=True):
+            assert ALIKE[name](key, expected, found), (name, key, step, expected, found)
+            if name == "HGETALL":
+                self._tokens = tokens_of(expected)
 
-    @staticmethod
-    def _tokens(server: Command) -> dict[str, str]:
-        """Return the fields of the hash of tokens, without the server's own times."""
-        found = dict(pairs_of(server("HGETALL", TOKENS)))
-        return {
-            field: re.sub(r"\d{13}(\.\d+)?", "then", str(text)) for field, text in found.items()
-        }
+    def _seen(self) -> tuple[list[Any], list[Any]]:
+        """Return the replies of both servers to `LOOK`."""
+        pipeline = self._client.pipeline(transaction=False)
+        for words in LOOK:
+            pipeline.execute_command(*words)
+        row = self._looker.execute(self._look, prepare=True).fetchone()
+        assert row is not None
+        reader = hiredis.Reader(encoding="utf-8")
+        reader.feed(b"".join(row))
+        return pipeline.execute(raise_on_error=False), [reader.gets() for _ in LOOK]
 
     def _has_twice(self) -> bool:
         """Return whether a token has two permits: which of them Redis finds, is chance."""
-        found = [text for field, text in self._tokens(self._redis).items() if field.isdecimal()]
+        found = [text for field, text in self._tokens.items() if field.isdecimal()]
         return len(found) > len(set(found))
+
+
+def same_members(key: str, expected: Any, found: Any) -> bool:
+    """Tell whether two sets have the same members in the same order, with the same scores."""
+    pairs = [(member, float(score)) for member, score in expected]
+    other = list(zip(found[::2], map(float, found[1::2]), strict=True))
+    near = SLACK if key == TAKEN else 1e-6
+    return [member for member, _ in pairs] == [member for member, _ in other] and all(
+        abs(score - another) < near for (_, score), (_, another) in zip(pairs, other, strict=True)
+    )
+
+
+def tokens_of(reply: Any) -> dict[str, str]:
+    """Return the fields of the hash of tokens, without the server's own times."""
+    then = r"\d{13}(\.\d+)?"
+    return {field: re.sub(then, "then", str(text)) for field, text in pairs_of(reply)}
+
+
+ALIKE: dict[str, Callable[[str, Any, Any], bool]] = {
+    "GET": lambda _, expected, found: same(expected, found),
+    "ZRANGE": same_members,
+    "HGETALL": lambda _, expected, found: tokens_of(expected) == tokens_of(found),
+    "PTTL": lambda _, expected, found: abs(expected - found) < SLACK,
+}
 
 
 def same_reply(expected: Any, found: Any) -> bool:
@@ -248,8 +290,9 @@ def fair(steps: list[Step]) -> Iterator[Step]:
 
 
 @pytest.fixture
-def both(redis_server: EmbeddedNode, postgres_node: PostgresNode) -> Both:
-    return Both(redis_server.client(), postgres_node)
+def both(redis_server: EmbeddedNode, postgres_node: PostgresNode) -> Iterator[Both]:
+    with contextlib.closing(Both(redis_server.client(), postgres_node)) as made:
+        yield made
 
 
 def differential(steps: st.SearchStrategy[Step], most: int, times: int = 2) -> Any:

@@ -208,7 +208,8 @@ class TestNetwork:
     ) -> None:
         with contending(network) as running:
             network[0].weather = Weather(delay=(0.0, 3 * NODE_TIMEOUT))
-            running.endure(4)
+            running.endure(3 * NODE_TIMEOUT)  # from then on what was given up may run
+            running.see_progress()
             network[0].weather = FAIR
 
     @pytest.mark.parametrize("way", Way)
@@ -293,7 +294,9 @@ class TestContenders:
         with contending(nodes) as running:
             running.kill(running.see_long_section())
             running.see_progress()
-            running.endure_turns(2, 0.3, lambda: running.kill(random.choice(running.names)))
+            for _ in range(3):
+                running.kill(random.choice(running.names))
+                running.see_progress(1)
 
 
 @pytest.fixture

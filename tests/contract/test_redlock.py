@@ -6,10 +6,7 @@ import contextlib
 import gc
 import logging
 import os
-import random
-import signal
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -29,14 +26,13 @@ from celery_redlock import (
 )
 from celery_redlock.lock import retry
 from celery_redlock.lock.engine.callers import Caller
-from celery_redlock.lock.lock import acquisitions_of, release_all
+from celery_redlock.lock.lock import acquisitions_of
 from celery_redlock.lock.model.acquisition import SPLIT_TRIES
 from celery_redlock.lock.model.keys import fence_key, lock_key
 from celery_redlock.lock.node_status import ask_nodes
 from celery_redlock.signals import LockLostEvent, NodeFailedEvent, lock_lost, node_failed
-from celery_redlock.testing import EmbeddedNode
+from celery_redlock.testing import EmbeddedNode, FakeNode, fake_nodes, trust_nodes
 from tests.conftest import (
-    FREED,
     NODE_TIMEOUT,
     PATIENCE,
     TTL,
@@ -54,13 +50,26 @@ from tests.conftest import (
     settle,
 )
 from tests.contract.conftest import MAJORITY, REDIS_SERVER, at_once, in_child
+from tests.contract.renewals import hurry, renew_now
 
 KEY = "{redlock}:lock:r"
-WAIT = 20.0  # s
+WAIT = 60.0  # s
+NEVER = 1000.0  # s: a wait that ends a test by its own bound, where it is not to be waited for
+
+
+Fakes = list[FakeNode]
+
+
+@pytest.fixture
+def fakes() -> Iterator[Fakes]:
+    """Give three fake nodes with one clock, for what becomes of leases in time."""
+    with fake_nodes(3) as made:
+        trust_nodes(made)
+        yield made
 
 
 @contextlib.contextmanager
-def over(nodes: Nodes, **options: float) -> Iterator[Redlock]:
+def over(nodes: Nodes | Fakes, **options: float) -> Iterator[Redlock]:
     options = {"node_timeout": PATIENCE, **options}
     with Redlock([node.url for node in nodes], **options) as made:  # type: ignore[arg-type]
         see_quorum(made)
@@ -193,33 +202,31 @@ class TestAcquireAndRelease:
                 other.lock("r").acquire(wait=0.3)
         assert caught.value.waited >= 0.3
 
-    def test_a_lease_that_nobody_renews_ends_and_a_waiter_gets_it(self, nodes: Nodes) -> None:
-        with over(nodes, node_timeout=0.2) as made, over(nodes) as other:
-            lock = made.lock("r", ttl=1, renew=False).acquire(wait=60)
-            with other.lock("r", wait=60) as second:
+    def test_a_lease_that_nobody_renews_ends_and_a_waiter_gets_it(self, fakes: Fakes) -> None:
+        with over(fakes) as made, over(fakes) as other:
+            lock = made.lock("r", renew=False).acquire(wait=WAIT)
+            assert not other.lock("r").try_acquire()
+            fakes[0].advance(31)
+            with other.lock("r", wait=WAIT) as second:
                 assert second.held
                 assert not lock.held
             lock.release()
 
-    def test_the_watchdog_keeps_a_lock_past_its_ttl(
-        self, brisk_redlock: Redlock, nodes: Nodes
-    ) -> None:
-        with brisk_redlock.lock("r", ttl=TTL) as lock, over(nodes) as other:
-            settle(brisk_redlock)
-            settle(other)
-            end = time.monotonic() + TTL + 1
-            while time.monotonic() < end:
+    def test_the_watchdog_keeps_a_lock_past_its_ttl(self, fakes: Fakes) -> None:
+        with over(fakes) as made, made.lock("r") as lock, over(fakes) as other:
+            for _ in range(4):
+                fakes[0].advance(12)
+                eventually(lambda: lock.remaining > 19)  # it was down to 18 s
                 assert lock.held
+                settle(made)
                 assert not other.lock("r").try_acquire()
-                time.sleep(0.05)
 
     def test_extend_renews_a_fixed_lease(self, redlock: Redlock) -> None:
         with redlock.lock("r", renew=False) as lock:
-            before = end_of(lock)
-            time.sleep(0.1)
+            (lease,) = acquisitions_of(lock)[0].leases
+            before = lease.valid_until
             lock.extend()
-            after = lock.remaining + time.monotonic()  # read in this order, a stall adds to it
-            assert after > before + 0.05
+            assert lease.valid_until > before
 
     def test_extend_without_a_quorum_names_who_is_silent_and_says_how_long_it_waited(
         self, nodes: Nodes
@@ -229,13 +236,21 @@ class TestAcquireAndRelease:
                 lock.extend()
             assert caught.value.waited >= 0.2
             names = [node.name for node in made.session.nodes.all[:2]]
-            assert caught.value.causes == [f"{name}: no answer in time" for name in names]
+            # on a busy machine the third one may be late, too
+            assert {f"{name}: no answer in time" for name in names} <= {*caught.value.causes}
             assert lock.held
 
-    def test_max_hold_ends_the_renewal(self, nodes: Nodes) -> None:
-        with over(nodes, node_timeout=0.2) as made:
-            lock = made.lock("r", ttl=1, max_hold=0.5).acquire(wait=60)
-            eventually(lambda: not lock.held)
+    def test_max_hold_ends_the_renewal(self, fakes: Fakes) -> None:
+        with over(fakes) as made, made.lock("s", wait=WAIT) as other:
+            lock = made.lock("r", max_hold=5).acquire(wait=WAIT)
+            fakes[0].advance(12)
+            eventually(
+                lambda: other.remaining > 19
+            )  # it would have been renewed together with this
+            assert lock.held
+            fakes[0].advance(18.5)
+            assert other.held
+            assert not lock.held
             with pytest.raises(LockLost):
                 lock.ensure()
             lock.release()
@@ -260,14 +275,15 @@ class TestRelease:
         assert [node.client().get(KEY) for node in nodes] == ["theirs"] * len(nodes)
 
     def test_it_does_not_wait_for_answers(self, mortal_nodes: Nodes) -> None:
-        with over(mortal_nodes) as made:
-            lock = made.lock("r").acquire()
+        with (
+            over(mortal_nodes, node_timeout=NEVER, max_ttl=4 * NEVER) as made,
+            ThreadPoolExecutor(1) as owner,
+        ):
+            lock = made.lock("r", ttl=4 * NEVER)
+            owner.submit(lock.acquire).result(WAIT)
             settle(made)
             with paused(*mortal_nodes):
-                started = time.monotonic()
-                lock.release()
-                took = time.monotonic() - started
-        assert took < PATIENCE / 2
+                owner.submit(lock.release).result(WAIT)
 
     def test_a_second_one_does_nothing(self, redlock: Redlock, nodes: Nodes) -> None:
         lock = redlock.lock("r").acquire()
@@ -355,6 +371,7 @@ class TestLoss:
         settle(brisk_redlock)
         for node in nodes:
             node.client().set(KEY, "theirs")
+        hurry(brisk_redlock)
         eventually(lambda: not lock.held)
         with pytest.raises(LockLost, match="another token took its key"):
             lock.ensure()
@@ -368,6 +385,7 @@ class TestLoss:
         settle(brisk_redlock)  # a grant still on its way would bring the key back
         for node in nodes[:2]:
             node.client().delete(KEY)
+        hurry(brisk_redlock)
         eventually(lambda: not lock.held)
         with pytest.raises(LockLost):
             lock.extend()
@@ -375,7 +393,7 @@ class TestLoss:
         lock.release()
 
     def test_held_turns_false_at_the_validity_with_every_node_frozen(
-        self, mortal_nodes: Nodes, caplog: pytest.LogCaptureFixture
+        self, fakes: Fakes, caplog: pytest.LogCaptureFixture
     ) -> None:
         caplog.set_level(logging.WARNING)
         seen: list[str] = []
@@ -383,29 +401,23 @@ class TestLoss:
         def note(sender: object, event: LockLostEvent) -> None:
             seen.append(event.resource)
 
-        with over(mortal_nodes, node_timeout=NODE_TIMEOUT) as made, receiving(lock_lost, note):
+        with over(fakes) as made, receiving(lock_lost, note):
             settle(made)
-            # at risk for a third of it, which whoever is to say so must not sleep through
-            lock = made.lock("r", ttl=18).acquire()
-            with paused(*mortal_nodes):
-                eventually(lambda: not lock.held)
-                eventually(lambda: seen == ["r"])
-                assert "'r' is at risk" in caplog.text
+            lock = made.lock("r").acquire()
+            for node in fakes:
+                node.pause()
+            fakes[0].advance(21)
+            assert lock.held
+            eventually(lambda: "'r' is at risk" in caplog.text)
+            fakes[0].advance(10)
+            assert not lock.held
+            eventually(lambda: seen == ["r"])
+            for node in fakes:
+                node.resume()
             settle(made)
             assert not lock.held
             assert seen == ["r"]
             lock.release()
-
-    @REDIS_SERVER
-    def test_a_flushed_script_cache_does_not_cost_a_held_lock(
-        self, brisk_redlock: Redlock, nodes: Nodes
-    ) -> None:
-        with brisk_redlock.lock("r", ttl=TTL) as lock:
-            settle(brisk_redlock)
-            for node in nodes:
-                node.client().script_flush()
-            see_renewal(lock)
-            assert lock.held
 
     def test_a_holder_that_was_paused_past_its_validity_knows_it_at_once_and_it_is_told(
         self, redlock: Redlock
@@ -557,16 +569,18 @@ class TestNodesInTrouble:
             eventually(lambda: keys_on(mortal_nodes[2:]) == [[]])
 
     def test_a_frozen_minority_costs_no_round_its_time(self, mortal_nodes: Nodes) -> None:
-        with over(mortal_nodes, node_timeout=NODE_TIMEOUT) as made:
-            settle(made)
-            mortal_nodes[0].pause()
-            started = time.monotonic()
-            rounds = 50
-            for _ in range(rounds):
-                with made.lock("r"):
+        def take(made: Redlock) -> None:
+            for _ in range(5):
+                with made.lock("r", ttl=4 * NEVER):
                     pass
-            # waiting for the frozen node each time would take four times as long
-            assert time.monotonic() - started < rounds * made.node_timeout / 4
+
+        with (
+            over(mortal_nodes, node_timeout=NEVER, max_ttl=4 * NEVER) as made,
+            ThreadPoolExecutor(1) as owner,
+        ):
+            settle(made)
+            with paused(mortal_nodes[0]):
+                owner.submit(take, made).result(WAIT)
 
     @MAJORITY
     def test_the_same_server_by_two_names_is_found_when_it_is_connected(self, nodes: Nodes) -> None:
@@ -606,57 +620,7 @@ class TestNodesInTrouble:
                 assert lock.held
 
 
-class TestExceptionsFromOutside:
-    """A soft time limit, Ctrl-C or a killed greenlet strikes at any point of any call."""
-
-    # a signal that strikes inside a finalizer of somebody else's is theirs
-    @pytest.mark.slow
-    @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-    def test_nothing_is_renewed_for_ever_and_no_reply_goes_to_the_wrong_command(
-        self, nodes: Nodes
-    ) -> None:
-        class StruckError(Exception):
-            pass
-
-        armed: list[bool] = []
-
-        def strike(*_: object) -> None:
-            if armed:
-                armed.clear()
-                raise StruckError
-
-        earlier = signal.signal(signal.SIGALRM, strike)
-        hits = 0
-        try:
-            with over(nodes) as made:
-                ask_nodes(made.session)
-                end = time.monotonic() + 12
-                turn = 0
-                while time.monotonic() < end:
-                    turn += 1
-                    lock = made.lock(f"r{turn}")
-                    try:
-                        armed.append(True)
-                        signal.setitimer(signal.ITIMER_REAL, random.uniform(2e-5, 1e-3))
-                        with lock:
-                            time.sleep(0.0005)
-                        armed.clear()
-                    except StruckError:
-                        hits += 1
-                    release_all(lock)  # cut at the entry of release, nobody inside can mend it
-                    assert not lock.held
-                # a shifted wire would answer this one with what was meant for another
-                with made.lock("control", wait=60) as control, over(nodes) as other:
-                    assert control.held
-                    assert not other.lock("control").try_acquire()
-                eventually(lambda: not made.session.watchdog.watched)
-                eventually(lambda: keys_on(nodes) == [[]] * len(nodes), within=FREED)
-        finally:
-            armed.clear()
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, earlier)
-        assert hits > 100
-
+class TestRequests:
     def test_no_request_follows_the_release_of_its_token(self, redlock: Redlock) -> None:
         written: list[tuple[int, str, str]] = []
         kind_of_connection = type(redlock.session.nodes.all[0].connection)
@@ -693,7 +657,7 @@ class TestOneProcess:
 
         def work() -> None:
             nonlocal inside, most, total
-            for _ in range(20):
+            for _ in range(8):
                 with redlock.lock("r", wait=200):
                     inside += 1
                     most = max(most, inside)
@@ -701,11 +665,11 @@ class TestOneProcess:
                     inside -= 1
 
         at_once(*[work] * 6)
-        assert (most, total) == (1, 120)
+        assert (most, total) == (1, 48)
 
     def test_many_threads_with_locks_of_their_own_all_get_them(self, redlock: Redlock) -> None:
         def work(name: str) -> None:
-            for _ in range(50):
+            for _ in range(20):
                 with redlock.lock(name) as lock:
                     assert lock.held
 
@@ -718,10 +682,9 @@ class TestOneProcess:
             assert lock.held
 
     def test_a_forked_child_neither_holds_nor_releases_its_parents_lock(
-        self, brisk_redlock: Redlock, nodes: Nodes
+        self, redlock: Redlock, nodes: Nodes
     ) -> None:
-        redlock = brisk_redlock
-        lock = redlock.lock("r", ttl=TTL).acquire()
+        lock = redlock.lock("r").acquire()
         settle(redlock)
 
         def sockets() -> set[int]:
@@ -738,8 +701,7 @@ class TestOneProcess:
         parents = sockets()
         assert parents
         in_child(has_its_own)
-        see_renewal(lock)  # the parent's watchdog still runs
-        assert lock.held
+        renew_now(redlock, lock)  # the parent's watchdog still runs
         eventually(lambda: keys_on(nodes) == [[KEY]] * len(nodes))
         lock.release()
 
@@ -760,16 +722,15 @@ class TestOneProcess:
         self, redlock: Redlock, nodes: Nodes, pool: ThreadPoolExecutor
     ) -> None:
         with redlock.lock("r"), over(nodes) as closed:
-            waiting = pool.submit(closed.lock("r", wait=4 * WAIT).acquire)
+            waiting = pool.submit(closed.lock("r", wait=NEVER).acquire)
             eventually(lambda: closed.session.callers.inbox.is_listening)
             closed.close()
             error = waiting.exception(WAIT)
             with pytest.raises(QuorumUnreachable, match="closed"):
-                closed.lock("r", wait=4 * WAIT).acquire()
+                closed.lock("r", wait=NEVER).acquire()
         assert isinstance(error, QuorumUnreachable)
         assert "is closed" in str(error)
         assert "Bring" not in str(error)
-        assert error.waited < WAIT
 
     def test_a_closed_redlock_keeps_no_thread_and_no_descriptor(self, nodes: Nodes) -> None:
         def descriptors() -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 
 from celery_redlock import Lock, LockLost, LockTaken, Redlock, RedlockError, SettingsError
 from celery_redlock.signals import lock_lost
+from celery_redlock.testing import FakeNode, fake_nodes
 from tests.conftest import (
     NODE_TIMEOUT,
     Nodes,
@@ -37,6 +39,14 @@ def rivals(nodes: Nodes) -> Iterator[list[Redlock]]:
     """Give four clients, each as of a process of its own."""
     with contextlib.ExitStack() as stack:
         yield [stack.enter_context(settled(nodes)) for _ in range(4)]
+
+
+@pytest.fixture
+def fakes() -> Iterator[list[FakeNode]]:
+    """Give three fake nodes with one clock, for what becomes of leases in time."""
+    with fake_nodes(3) as made:
+        trust_nodes(made)
+        yield made
 
 
 def locks_on(nodes: Nodes) -> list[list[str]]:
@@ -148,33 +158,35 @@ class TestNested:
 
     @pytest.mark.parametrize("options", [{"renew": False}, {"max_hold": 0.1}])
     def test_after_one_that_has_run_out_as_planned_it_is_taken_anew(
-        self, nodes: Nodes, rival: Redlock, options: dict[str, Any]
+        self, fakes: list[FakeNode], options: dict[str, Any]
     ) -> None:
-        with settled(nodes, node_timeout=0.2) as made:
-            old = made.lock("r", wait=60, ttl=1, **options).acquire()
-            eventually(lambda: not old.held)
+        with settled(fakes) as made, settled(fakes) as rival:
+            old = made.lock("r", wait=60, **options).acquire()
+            fakes[0].advance(31)
+            assert not old.held
             with made.lock("r") as new:  # at once, although a node may still keep the old key
                 old.release()
                 settle(made)
                 assert new.held
                 assert not rival.lock("r").try_acquire()
-            see_freed(nodes, "r")
+            settle(made)
+            assert rival.lock("r").try_acquire()
 
     def test_one_that_has_run_out_as_planned_says_so_and_its_loss_is_told_once(
-        self, nodes: Nodes, caplog: pytest.LogCaptureFixture
+        self, fakes: list[FakeNode]
     ) -> None:
         told: list[str] = []
         with (
-            settled(nodes, node_timeout=0.2) as made,
+            settled(fakes) as made,
             receiving(lock_lost, lambda _, event: told.append(event.reason)),
         ):
-            old = made.lock("r", wait=60, ttl=1, renew=False).acquire()
-            eventually(lambda: not old.held)
-            with made.lock("r"), pytest.raises(LockLost, match=r"lost .its ttl of 1 s is over"):
+            old = made.lock("r", wait=60, renew=False).acquire()
+            fakes[0].advance(31)
+            with made.lock("r"), pytest.raises(LockLost, match=r"lost .its ttl of 30 s is over"):
                 old.ensure()
             old.release()
             eventually(lambda: told)
-        assert told == ["its ttl of 1 s is over, and renew=False"]
+        assert told == ["its ttl of 30 s is over, and renew=False"]
 
     def test_one_that_is_lost_before_its_max_hold_is_lost_for_those_inside(
         self, redlock: Redlock, nodes: Nodes
@@ -212,10 +224,11 @@ class TestNotReentrant:
         asyncio.run(body())
         see_freed(nodes, "r")
 
-    def test_it_waits_as_others_do(self, nodes: Nodes) -> None:
-        with settled(nodes, node_timeout=0.2) as made:
-            old = made.lock("r", wait=60, ttl=1, renew=False).acquire()
-            with made.lock("r", wait=60, reentrant=False) as new:
+    def test_it_waits_as_others_do(self, fakes: list[FakeNode]) -> None:
+        with settled(fakes) as made:
+            old = made.lock("r", wait=60, renew=False).acquire()
+            threading.Timer(0.1, fakes[0].advance, (31,)).start()  # it waits by then, or not yet
+            with made.lock("r", wait=600, reentrant=False) as new:
                 assert not old.held
                 assert new.held
 
@@ -228,9 +241,10 @@ class TestNotReentrant:
 class TestPermits:
     def test_so_many_hold_at_once_and_no_more(self, rivals: list[Redlock], nodes: Nodes) -> None:
         *three, fourth = rivals
-        locks = [made.lock("r", wait=60, limit=3).acquire() for made in three]
+        locks = []
         for made in three:
-            settle(made)
+            locks.append(made.lock("r", wait=60, limit=3).acquire())
+            settle(made)  # a node that is late would give its permit to the next one
         with pytest.raises(LockTaken) as caught:
             fourth.lock("r", limit=3).acquire()
         assert caught.value.expires_in is not None
@@ -247,8 +261,10 @@ class TestPermits:
     ) -> None:
         alone, *three = rivals
         with alone.lock("r", wait=60):
-            locks = [made.lock("r", wait=60, limit=3).acquire() for made in three[:2]]
-            for made in rivals:
+            settle(alone)
+            locks = []
+            for made in three[:2]:
+                locks.append(made.lock("r", wait=60, limit=3).acquire())
                 settle(made)
             assert not three[2].lock("r", limit=3).try_acquire()
         locks.append(three[2].lock("r", wait=60, limit=3).acquire())  # where the one alone was
@@ -260,7 +276,7 @@ class TestPermits:
 def take_turns(urls: list[str], names: list[str]) -> None:
     """Take several locks again and again, in a process of its own."""
     with Redlock(urls, node_timeout=NODE_TIMEOUT) as redlock:
-        for _ in range(20):
+        for _ in range(10):
             with redlock.lock(names, wait=100) as lock:
                 lock.ensure()
 
@@ -307,18 +323,19 @@ class TestResources:
         for process in both:
             process.start()
         for process in both:
-            process.join(120)
+            process.join(240)
             process.kill()
         assert [process.exitcode for process in both] == [0, 0]
         eventually(lambda: is_free(nodes, "a") and is_free(nodes, "b"))
 
     @pytest.mark.parametrize("options", [{"renew": False}, {"max_hold": 0.1}])
     def test_they_end_together_where_they_are_not_to_be_renewed(
-        self, nodes: Nodes, options: dict[str, Any]
+        self, fakes: list[FakeNode], options: dict[str, Any]
     ) -> None:
-        with settled(nodes, node_timeout=0.2) as made:
-            lock = made.lock(["a", "b"], wait=60, ttl=1, **options).acquire()
-            eventually(lambda: not lock.held)
+        with settled(fakes) as made:
+            lock = made.lock(["a", "b"], wait=60, **options).acquire()
+            fakes[0].advance(31)
+            assert not lock.held
             with pytest.raises(LockLost, match=r"'a, b' is lost .its (ttl|max_hold) of "):
                 lock.ensure()
             lock.release()

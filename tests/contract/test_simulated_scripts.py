@@ -46,12 +46,13 @@ from celery_redlock.lock.server.requests import (
 )
 from celery_redlock.lock.transport.command import Script
 from celery_redlock.testing import EmbeddedNode
-from tests.contract.servers import Command, RealEar, real, simulated
+from tests.contract.servers import RealEar, real, simulated
 from tests.simulation.nodes import Node, library
 from tests.simulation.world import World
 
 EXAMPLES = 100 if "CELERY_REDLOCK_SCHEDULES" in os.environ else 20  # as of schedules: more in CI
 EPOCH_MS = 10**12  # below the ms since 1970, and no other number of a reply is about as large
+BEFORE = "before:"  # of the fields that keep an earlier start, with its time: lua/starts.lua
 SLACK = 20_000  # ms of a ttl; those below are far apart, and far longer
 LOCK = lock_key("redlock", "r")
 RUN, QUIET = guard_keys("redlock")
@@ -310,7 +311,7 @@ def compare(client: Redis, steps: list[Any], channels: list[tuple[str, ...]]) ->
             words = words_of(step)
             expected, found = [server(*words) for server in both]
             assert same(expected, found), (words[2:], expected, found)
-            assert_same_keys(*both)
+            assert_same_keys(client, node)
             ears.assert_same()
 
 
@@ -351,38 +352,68 @@ def without_now(text: str) -> str:
     return run_id if run_id and is_now else text
 
 
-def assert_same_keys(real: Command, simulated: Command) -> None:
-    for key in (*KEYS, TENURE, ELSEWHERE):
-        assert same(real("GET", key), simulated("GET", key)), key
-    for key in (WAITING, RATE_WAITING):
-        members = ("ZRANGE", key, "0", "-1", "WITHSCORES")
-        assert same_set(real(*members), simulated(*members)), key
-    assert same_starts(real, simulated)
-    for key in (*KEYS, TENURE, ELSEWHERE, WAITING, RATE_WAITING, TAKEN, TOKENS):
-        assert abs(real("PTTL", key) - simulated("PTTL", key)) < SLACK, key
+def looks_of(name: str, keys: tuple[str, ...], *more: str) -> tuple[tuple[str, ...], ...]:
+    return tuple((name, key, *more) for key in keys)
 
 
-def same_starts(real: Command, simulated: Command) -> bool:
+MEMBERS = "0", "-1", "WITHSCORES"
+TEXTS, WAITERS = (*KEYS, TENURE, ELSEWHERE), (WAITING, RATE_WAITING)
+ALL_KEYS = (*TEXTS, *WAITERS, TAKEN, TOKENS)
+SETS_OF_WAITERS, TIMES, STARTS = (
+    looks_of("ZRANGE", WAITERS, *MEMBERS),
+    ("ZRANGE", TAKEN, *MEMBERS),
+    ("HGETALL", TOKENS),
+)
+# what is looked at after each step, with one request to the real server
+LOOK = (
+    *looks_of("GET", TEXTS), *SETS_OF_WAITERS, TIMES, STARTS, ("TIME",),
+    *looks_of("PTTL", ALL_KEYS),
+)  # fmt: skip
+Seen = dict[tuple[str, ...], Any]
+
+
+def assert_same_keys(client: Redis, node: Node) -> None:
+    pipeline = client.pipeline(transaction=False)
+    for words in LOOK:
+        pipeline.execute_command(*words)
+    expected: Seen = dict(zip(LOOK, pipeline.execute(raise_on_error=False), strict=True))
+    server = simulated(node)
+    found: Seen = {words: server(*words) for words in LOOK}
+    for words in looks_of("GET", TEXTS):
+        assert same(expected[words], found[words]), words
+    for words in SETS_OF_WAITERS:
+        assert same_set(expected[words], found[words]), words
+    assert same_starts(expected, found)
+    for words in looks_of("PTTL", ALL_KEYS):
+        assert abs(expected[words] - found[words]) < SLACK, words
+
+
+def same_starts(expected: Seen, found: Seen) -> bool:
     """Tell whether both servers have the same permits, of the same tokens, and as old."""
-    replies = [
-        (server("HGETALL", TOKENS), server("ZRANGE", TAKEN, "0", "-1", "WITHSCORES"))
-        for server in (real, simulated)
+    for words in (STARTS, TIMES):
+        if isinstance(expected[words], ResponseError):
+            return same(expected[words], found[words])
+    ages, of_simulated = ages_of(expected), ages_of(found)
+    alike = all(abs(age - of_simulated.get(name, math.inf)) < SLACK for name, age in ages.items())
+    tokens = owners_of(expected) == owners_of(found)
+    return tokens and ages.keys() == of_simulated.keys() and alike
+
+
+def ages_of(seen: Seen) -> dict[str, float]:
+    """Return the age of each permit in ms, by the server's own time."""
+    seconds, microseconds = seen["TIME",]
+    now = int(seconds) * 1000 + int(microseconds) / 1000
+    earlier = [(name, text) for name, text in pairs_of(seen[STARTS]) if name.startswith(BEFORE)]
+    began = [(name, float(text.partition(" ")[0])) for name, text in earlier]
+    return {name: now - at for name, at in (*pairs_of(seen[TIMES]), *began)}
+
+
+def owners_of(seen: Seen) -> list[tuple[str, Any]]:
+    """Return whose each permit is, and was before, without the times at which it was taken."""
+    pairs = pairs_of(seen[STARTS])
+    return [
+        (name, text.partition(" ")[2] if name.startswith(BEFORE) else text) for name, text in pairs
     ]
-    (tokens, times), (found_tokens, found_times) = replies
-    if isinstance(tokens, ResponseError):
-        return same(tokens, found_tokens)
-    if isinstance(times, ResponseError):
-        return same(times, found_times)
-    ages = {name: now_of(real) - at for name, at in pairs_of(times)}
-    found = {name: now_of(simulated) - at for name, at in pairs_of(found_times)}
-    alike = all(abs(age - found.get(name, math.inf)) < SLACK for name, age in ages.items())
-    return pairs_of(tokens) == pairs_of(found_tokens) and ages.keys() == found.keys() and alike
-
-
-def now_of(server: Command) -> float:
-    """Return a server's own time in ms."""
-    seconds, microseconds = server("TIME")
-    return int(seconds) * 1000 + int(microseconds) / 1000
 
 
 def pairs_of(reply: Any) -> list[tuple[str, Any]]:

@@ -18,6 +18,8 @@ from typing import Any
 import pytest
 from celery import Celery, chain, group
 from celery._state import get_current_app
+from celery.app.task import Context
+from celery.exceptions import Ignore
 from redis import Redis
 
 from celery_redlock import (
@@ -32,8 +34,9 @@ from celery_redlock import (
 )
 from celery_redlock.label import RunId
 from celery_redlock.lock.server.requests import UNIQUE
-from celery_redlock.tasks.delivery.delivery import HEADER
-from celery_redlock.tasks.per_app import redlock_of
+from celery_redlock.tasks.delivery.delivery import HEADER, Deferral, Delivery, LockHeader
+from celery_redlock.tasks.execution.outcomes import put_back_if_early
+from celery_redlock.tasks.per_app import redlock_of, time_of_nodes
 from celery_redlock.tasks.settings.options import BUILT_IN, TaskLockOptions
 from celery_redlock.tasks.unique import rounds
 from celery_redlock.tasks.unique.claim import MOST_WAIT, SENDING_TTL, Claim, ClaimToken
@@ -46,7 +49,7 @@ from tests.contract.proxy import FAIR, Way, Weather, proxies
 
 NAME = "shop.settle:7"
 KEY = "{redlock}:unique:" + NAME
-LONG, SHORT = 500.0, 2.0  # s: windows that outlive a test, and that do not
+LONG, SHORT = 500.0, 1.0  # s: windows that outlive a test, and that do not
 LATE = 3600.0  # s: for which a debounced message may come after it is due
 MakeSender = Callable[..., "Sender"]
 _ids = map(str, itertools.count(1))
@@ -263,8 +266,10 @@ class TestOneSend:
         assert values(nodes) == [None] * len(nodes)
 
     def test_nothing_is_kept_beyond_the_window(self, sender: Sender, nodes: Nodes) -> None:
-        first = sender.send(unique_for=SHORT)
-        eventually(lambda: values(nodes) == [None] * len(nodes))
+        first = sender.send(unique_for=LONG)
+        for node in nodes:
+            assert 0 < node.client().pttl(KEY) <= 1000 * LONG
+            node.client().delete(KEY)  # as at its end
         assert sender.send() != first
 
     def test_it_ends_in_time_however_long_its_publish_takes(
@@ -287,12 +292,16 @@ class TestOneSend:
 
 class TestSendersThatDie:
     def test_a_send_that_was_never_published_holds_nobody_for_longer_than_its_lease(
-        self, redlock: Redlock, sender: Sender
+        self, redlock: Redlock, sender: Sender, nodes: Nodes
     ) -> None:
-        dead = a_claim(redlock, unique_for=SHORT)
+        dead = a_claim(redlock)
         assert dead.open() is None
         assert dead.carried is not None
-        sent = sender.send(unique_for=SHORT)
+        settle(redlock)
+        for node in nodes:
+            assert 0 < node.client().pttl(KEY) <= 4000 * PATIENCE
+            node.client().delete(KEY)  # as at its end
+        sent = sender.send()
         assert list(sender.published) == [sent]
 
     @REDIS_SERVER
@@ -344,12 +353,18 @@ class TestSendersThatDie:
         assert not sender.published
 
     def test_a_send_whose_claim_expires_before_it_is_published_says_so(
-        self, make_sender: MakeSender, nodes: Nodes, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        redlock = make_sender(nodes, node_timeout=1.0).redlock
+        self, make_sender: MakeSender, nodes: Nodes, caplog: pytest.LogCaptureFixture,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:  # fmt: skip
+        redlock = make_sender(nodes).redlock
+        clock = redlock.session.clock
+        now = clock.now
 
         def publish(ticket: Any) -> None:
-            eventually(lambda: values(nodes) == [None] * len(nodes))
+            settle(redlock)
+            monkeypatch.setattr(clock, "now", lambda: now() + 5 * PATIENCE)
+            for node in nodes:
+                node.client().delete(KEY)  # as at its end
 
         with caplog.at_level(logging.WARNING):
             a_claim(redlock).send(publish)
@@ -366,7 +381,7 @@ class TestManySenders:
         senders = [make_sender(nodes) for _ in range(8)]
         for each in senders:
             settle(each.redlock)
-        for _ in range(10):
+        for _ in range(5):
             published = senders[0].published
             published.clear()
             found = at_once(*(each.send for each in senders))
@@ -381,7 +396,7 @@ class TestManySenders:
         for each in senders:
             settle(each.redlock)
         published = senders[0].published
-        for _ in range(10):
+        for _ in range(5):
             published.clear()
             first = senders[0].send(debounce=LONG)
             found = at_once(*(partial(each.send, debounce=LONG) for each in senders))
@@ -428,13 +443,14 @@ class TestDebounce:
     def test_a_send_lasts_until_its_run_is_due_whatever_becomes_of_the_run(
         self, sender: Sender, nodes: Nodes
     ) -> None:
-        first = sender.send(debounce=SHORT)
+        first = sender.send(debounce=LONG)
         sender.ticket(first).release_at_start(sender.redlock.session)
         sender.end(first)
         assert all(is_sent(value, first) for value in values(nodes))
-        assert max(lasts(nodes)) <= SHORT
-        eventually(lambda: values(nodes) == [None] * len(nodes))
-        second = sender.send(debounce=SHORT)
+        assert max(lasts(nodes)) <= LONG
+        for node in nodes:
+            node.client().delete(KEY)  # as at its end
+        second = sender.send(debounce=LONG)
         assert not superseded(nodes, first)  # what is due is never dropped
         assert not sender.ticket(second).replaces
 
@@ -453,6 +469,19 @@ class TestDebounce:
         sender.send(debounce=LONG)
         assert min(lasts(nodes)) > LONG - 450
 
+    @MAJORITY
+    def test_nodes_that_missed_calls_one_after_the_other_learn_when_the_burst_began(
+        self, sender: Sender, nodes: Nodes
+    ) -> None:
+        bounded = {"debounce": LONG, "debounce_max": LONG}
+        sender.send(**bounded)
+        make_older(nodes, 450, 450, 450)
+        for node in nodes:
+            node.client().delete(KEY)  # as if it had been away
+            last = sender.send(**bounded)
+            assert all(is_sent(value, last) for value in values(nodes))
+            assert max(lasts(nodes)) <= LONG - 450
+
     def test_it_waits_a_second_for_a_sender_that_is_not_done_and_goes_beside_it(
         self, redlock: Redlock, sender: Sender, nodes: Nodes
     ) -> None:
@@ -469,6 +498,29 @@ class TestDebounce:
         slow.confirm()
         settle_voters(redlock)
         assert all(is_sent(value, id_of(slow)) for value in values(nodes))
+
+    def test_a_clock_that_was_set_back_delays_a_run_by_its_countdown_at_most(
+        self, nodes: Nodes
+    ) -> None:
+        app = Celery("shop", broker="memory://", set_as_default=False)
+        app.conf.redlock_nodes = [node.url for node in nodes]
+
+        @app.task(base=LockedTask, lock_key="k", name="late")
+        def late() -> None: ...
+
+        at = time_of_nodes(app) + 3600.0  # of a node that is an hour behind by now
+        header = LockHeader(id="1", deferral=Deferral(at=at, countdown=9.0)).to_message()
+        sent = {"id": "1", "task": "late", "args": (), "kwargs": {}, "retries": 0, HEADER: header}
+        own = "set back"  # the queues of memory:// are those of the process
+        sent["delivery_info"] = {"exchange": "", "routing_key": own}
+        with pytest.raises(Ignore):
+            put_back_if_early(Delivery(late, Context(sent)), 0.0)
+        with app.connection_for_read() as connection, connection.SimpleQueue(own) as queue:
+            deferral = LockHeader.of(Context(queue.get(timeout=60).headers)).deferral
+        assert deferral.countdown == 9.0
+        assert 0.0 < deferral.left(time_of_nodes(app)) <= 9.0
+        redlock_of(app).close()
+        app.close()
 
     def test_what_is_put_back_ends_when_its_run_is_due(self, sender: Sender, nodes: Nodes) -> None:
         first = sender.send(debounce=SHORT)
@@ -605,7 +657,7 @@ class TestFaults:
             settle(sender.redlock)
             first = sender.send(unique_until="started")
             for proxy in quorum_of(made):
-                proxy.weather = Weather(delay=(1.0, 1.0))
+                proxy.weather = Weather(delay=(0.2, 0.2))
             sender.ticket(first).release_at_start(sender.redlock.session)
             assert values(nodes).count(None) > len(nodes) / 2
             sender.redlock.close()
@@ -614,7 +666,8 @@ class TestFaults:
         self, mortal_nodes: Nodes, make_sender: MakeSender,
         caplog: pytest.LogCaptureFixture,
     ) -> None:  # fmt: skip
-        sender = make_sender(mortal_nodes, NODE_TIMEOUT)
+        sender = make_sender(mortal_nodes, 0.5)
+        settle(sender.redlock)
         first = sender.send(unique_until="started")
         for node in mortal_nodes[1:]:
             node.client().config_set("min-replicas-to-write", 1)
@@ -624,7 +677,12 @@ class TestFaults:
         assert all(is_sent(value, first) for value in values(mortal_nodes)[1:])
         for node in mortal_nodes[1:]:
             node.client().config_set("min-replicas-to-write", 0)
-        eventually(lambda: values(mortal_nodes) == [None] * len(mortal_nodes))
+
+        def is_released() -> bool:
+            settle(sender.redlock)
+            return values(mortal_nodes) == [None] * len(mortal_nodes)
+
+        eventually(is_released)
 
     @MAJORITY
     def test_what_a_node_hears_of_a_send_after_the_end_of_its_run_leaves_nothing(
@@ -684,8 +742,8 @@ class TestFaults:
         with paused(*nodes[1:]), pytest.raises(QuorumUnreachable) as caught:
             sender.send(name=unique_name("shop.settle", ("a", "b")), on_unreachable="fail")
         assert caught.value.resource == "a, b"
-        silent = [f"127.0.0.1:{node.port}: no answer in time" for node in nodes[1:]]
-        assert caught.value.causes == silent
+        silent = {f"127.0.0.1:{node.port}: no answer in time" for node in nodes[1:]}
+        assert silent <= {*caught.value.causes}  # on a busy machine the first may be late, too
         assert caught.value.waited >= 0.3
 
     @MAJORITY
@@ -730,7 +788,7 @@ class TestFaults:
 
     def test_what_a_stranger_wrote_drops_nothing(self, sender: Sender, nodes: Nodes) -> None:
         for node in nodes:
-            node.client().set(KEY, "theirs", px=1000)
+            node.client().set(KEY, "theirs", px=300)
         sent = sender.send(unique_for=SHORT)
         assert list(sender.published) == [sent]
 
@@ -755,15 +813,6 @@ def test_a_window_that_the_app_or_the_queue_asks_for_is_a_window(
 
     first = settle.delay()
     assert settle.delay().id == first.id
-    redlock_of(app).close()
-    app.close()
-
-
-@pytest.fixture
-def sending_app(nodes: Nodes) -> Iterator[Celery]:
-    app = Celery("told", broker="memory://", backend="cache+memory://", set_as_default=False)
-    app.conf.update(redlock_nodes=[node.url for node in nodes], redlock_node_timeout=PATIENCE)
-    yield app
     redlock_of(app).close()
     app.close()
 

@@ -3,29 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from datetime import datetime
 
 import pytest
 
 from celery_redlock import Redlock
-from celery_redlock.lock.model.keys import waiting_key
-from celery_redlock.lock.reports import WaitingProcess
-from celery_redlock.lock.server.requests import Requests
+from celery_redlock.lock.model.keys import inbox_channel, waiting_key
 from tests import conftest
-from tests.conftest import FREED, Nodes, eventually, settle, write
+from tests.conftest import Nodes, eventually, settle
 from tests.contract.conftest import MAJORITY, REDIS_SERVER, names
-
-WAITS = """
-import sys
-from celery_redlock import Redlock
-with Redlock(sys.argv[1:], node_timeout=2.0) as redlock, redlock.lock("r", wait=600):
-    pass
-"""
 
 
 def register(redlock: Redlock, *waiters: tuple[str, float], resource: str = "r") -> None:
@@ -39,32 +27,6 @@ def moment(since: str | None) -> float:
     """Return a moment that is shown, in seconds since 1970."""
     assert since is not None
     return datetime.fromisoformat(since).timestamp()
-
-
-def waiters(redlock: Redlock) -> list[str]:
-    return [one.waiter for one in redlock.waiters().processes]
-
-
-@contextlib.contextmanager
-def waiting_process(nodes: Nodes) -> Iterator[subprocess.Popen[bytes]]:
-    """Give another process that waits for the lock of "r", which is taken."""
-    with subprocess.Popen([sys.executable, "-c", WAITS, *(node.url for node in nodes)]) as made:
-        try:
-            yield made
-        finally:
-            made.kill()
-
-
-def see_registered(redlock: Redlock, pid: int) -> WaitingProcess:
-    """Return what is shown of a process once every node has it registered."""
-
-    def shown() -> WaitingProcess | None:
-        found = [one for one in redlock.waiters().processes if one.pid == pid]
-        return found[0] if found and len(found[0].nodes) == len(redlock.session.nodes.all) else None
-
-    found = eventually(shown)
-    assert found is not None
-    return found
 
 
 def test_processes_are_shown_in_the_order_in_which_they_began_to_wait(
@@ -106,14 +68,6 @@ def test_more_resources_than_are_asked_for_at_once_are_all_shown(redlock: Redloc
     assert [one.resource for one in redlock.waiters().processes] == resources
 
 
-def test_a_process_that_left_is_not_shown_and_others_are(redlock: Redlock) -> None:
-    register(redlock, ("celery@web1:7:aa", 1.0), ("celery@web2:7:bb", 2.0))
-    write(redlock, Requests("redlock", 0.0).unregister("celery@web1:7:aa", "r"))
-    settle(redlock)
-    (left,) = redlock.waiters().processes
-    assert (left.waiter, left.rank) == ("celery@web2:7:bb", 0)
-
-
 @MAJORITY
 def test_nodes_that_differ_are_shown_as_most_of_them_say(redlock: Redlock, nodes: Nodes) -> None:
     key = waiting_key("redlock", "r")
@@ -125,26 +79,20 @@ def test_nodes_that_differ_are_shown_as_most_of_them_say(redlock: Redlock, nodes
     assert (second.name, moment(second.since), len(second.nodes)) == ("celery@web2", 30.0, 3)
 
 
-def test_a_killed_process_is_shown_until_a_release_passes_it_over(
+def test_one_that_does_not_listen_is_shown_until_a_release_passes_it_over(
     redlock: Redlock, nodes: Nodes
 ) -> None:
-    with redlock.lock("r", wait=60), waiting_process(nodes) as process:
-        before = see_registered(redlock, process.pid)
-        process.kill()
-        process.wait()
-        inbox = f"{{redlock}}:handoff:{before.waiter}"
-        for node in nodes:  # a node learns of the closed connection a little later
-            eventually(lambda node=node: not node.client().pubsub_numsub(inbox)[0][1])
-        assert redlock.waiters().processes == (replace(before, listens=False),)
-    eventually(lambda: not redlock.waiters().processes, within=FREED)
-
-
-def test_a_registration_is_shown_until_it_expires(redlock: Redlock, nodes: Nodes) -> None:
-    register(redlock, ("celery@web1:7:aa", 1.0))
-    for node in nodes:
-        assert 0 < node.client().pttl(waiting_key("redlock", "r")) <= 60_000
-        node.client().pexpire(waiting_key("redlock", "r"), 1)
-    eventually(lambda: not redlock.waiters().processes)
+    register(redlock, ("dead@web1:7:aa", 1.0), ("celery@web2:7:bb", 2.0))
+    with contextlib.ExitStack() as stack:
+        for node in nodes:
+            ear = stack.enter_context(node.client().pubsub())
+            ear.subscribe(inbox_channel("redlock", "celery@web2:7:bb"))
+            assert eventually(ear.get_message)
+        with redlock.lock("r"):
+            dead, alive = redlock.waiters().processes
+            assert (dead.listens, alive.listens) == (False, True)
+        settle(redlock)
+        assert redlock.waiters().processes == (replace(alive, rank=0),)
 
 
 @REDIS_SERVER

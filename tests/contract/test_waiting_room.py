@@ -149,6 +149,7 @@ class Stage:
     def see_registered(self, resource: str = "a", count: int = 1) -> None:
         """Return when each node can name so many workers for a resource, this one among them."""
         self.turn_until(lambda: self.hears() == len(self.nodes))
+        settle(redlock_of(self.app))  # a node that has no script yet executes the request later
         self.turn_until(lambda: registered(self.nodes, resource) == [count] * len(self.nodes))
 
     def receive(self, deferral: Deferral, ago: float, ahead: float = 0.0) -> float:
@@ -249,7 +250,7 @@ def test_while_a_body_runs_in_the_main_process_one_can_look_who_waits(
     def run(request: Any) -> None:
         other = threading.Thread(target=lambda: seen.append(stage.waiting()), daemon=True)
         other.start()
-        other.join(20)
+        other.join(60)
         assert seen, "who waits cannot be looked at"
 
     stage = make_stage(nodes, worker_eta_task_limit=2)  # one seat, beside one that is prefetched
@@ -294,54 +295,13 @@ def test_a_release_still_names_a_worker_whose_redlock_was_closed_by_its_user(
     stage.turn_until(lambda: stage.handed_on == ["waits"])
 
 
-@pytest.mark.parametrize(
-    ("broker", "in_order"),
-    [("redis://", ["0", "3", "9"]), ("pyamqp://", ["9", "3", "0"]), ("memory://", ["9", "0", "3"])],
-)
 def test_who_waits_is_in_the_order_that_the_broker_gives_to_priorities(
-    make_stage: MakeStage, nodes: Nodes, broker: str, in_order: list[str]
+    make_stage: MakeStage, nodes: Nodes
 ) -> None:
-    stage = make_stage(nodes, broker_url=broker)
+    stage = make_stage(nodes, broker_url="pyamqp://")
     for priority in (9, 0, 3):
         stage.admit(str(priority), request_dict={"properties": {"priority": priority}})
-    assert stage.waiting() == in_order
-
-
-def test_a_release_passes_those_that_are_not_to_run_any_more(
-    stage: Stage, redlock: Redlock
-) -> None:
-    past = utc_now() - timedelta(seconds=1)
-    lock = hold(redlock)
-    stage.revoked.add("revoked")
-    stage.admit("expired", expires=past)
-    stage.admit("revoked")
-    stage.admit("stamped", stamped_headers=["of"], revoked=lambda: True)
-    stage.admit("other", stamped_headers=["of"], revoked=lambda: False)
-    stage.admit("behind", expires=past + timedelta(days=1))
-    stage.see_registered()
-    lock.release()
-    stage.turn_until(lambda: "other" in stage.handed_on)
-    assert stage.handed_on == ["expired", "revoked", "stamped", "other"]
-
-
-def test_one_that_cannot_be_handed_on_ends_neither_the_event_loop_nor_the_wait_of_others(
-    stage: Stage, redlock: Redlock
-) -> None:
-    """The result backend may be away as one is handed on whose end is to be stored."""
-
-    def apply(request: Any) -> None:
-        if request.id == "revoked":
-            fail()
-
-    stage.apply = apply
-    stage.revoked.add("revoked")
-    lock = hold(redlock)
-    for id_ in ("revoked", "stamped", "behind"):
-        stage.admit(id_, stamped_headers=id_ == "stamped", revoked=fail)
-    stage.see_registered()
-    lock.release()
-    stage.turn_until(lambda: "behind" in stage.handed_on)
-    assert (stage.handed_on, stage.waiting()) == (["stamped", "behind"], [])
+    assert stage.waiting() == ["9", "3", "0"]
 
 
 def test_a_sweep_ends_what_was_revoked_and_forgets_nobody_else(
@@ -351,46 +311,21 @@ def test_a_sweep_ends_what_was_revoked_and_forgets_nobody_else(
     with lock_of(redlock):
         for id_ in ("waits", "revoked"):
             stage.admit(id_)
-        stage.see_registered()
         stage.revoked.add("revoked")
         stage.turn_until(lambda: stage.handed_on)
-        stage.admit("behind")
-        assert (stage.handed_on, stage.waiting()) == (["revoked"], ["waits", "behind"])
-    stage.turn_until(lambda: "waits" in stage.handed_on)
+        assert (stage.handed_on, stage.waiting()) == (["revoked"], ["waits"])
 
 
 class TestHandOff:
-    def test_a_message_whose_release_came_while_it_was_on_its_way_is_handed_on(
-        self, stage: Stage
-    ) -> None:
-        stage.admit("late")
-        stage.turn_until(lambda: stage.handed_on == ["late"])
-
     def test_the_release_may_have_come_while_the_worker_waited_for_nothing(
         self, stage: Stage
     ) -> None:
-        """It still listens, so no subscription begins."""
+        """The first time as well: the release came while the message was on its way."""
         stage.admit("first")
         stage.turn_until(lambda: stage.hears() == len(stage.nodes))
         stage.turn_until(lambda: stage.handed_on == ["first"])
         stage.admit("late")
         stage.turn_until(lambda: stage.handed_on == ["first", "late"])
-
-    def test_a_worker_whose_loop_stands_still_costs_one_turn_and_is_passed_by(
-        self, make_stage: MakeStage, nodes: Nodes, redlock: Redlock
-    ) -> None:
-        stopped, next_one = make_stage(nodes), make_stage(nodes)
-        lock = hold(redlock)
-        stopped.admit("stopped", since=1)
-        stopped.see_registered()
-        next_one.admit("next", since=2)
-        next_one.see_registered(count=2)
-        began = next_one.clock.now()
-        lock.release()
-        next_one.turn_until(lambda: next_one.handed_on == ["next"])
-        assert next_one.clock.now() - began >= TURN
-        assert sum(registered(nodes)) <= 1  # a majority has passed it by
-        assert stopped.waiting() == ["stopped"]
 
     def test_the_first_deferred_is_next_and_the_second_does_not_act_if_it_has_the_lock_by_then(
         self, make_stage: MakeStage, nodes: Nodes, redlock: Redlock
@@ -422,54 +357,6 @@ class TestHandOff:
         next_one.turn_until(lambda: next_one.handed_on == ["next"])
         assert sum(registered(nodes)) <= 1  # a majority has passed the other one by
 
-    def test_the_next_one_tries_though_the_first_was_handed_on_and_did_not_take_the_lock(
-        self, make_stage: MakeStage, nodes: Nodes, redlock: Redlock
-    ) -> None:
-        """It may be refused another lock before, and no release of this one follows."""
-        stage, lock = make_stage(nodes, replace(STILL, retry_next_after=0.05)), hold(redlock)
-        for id_ in ("first", "second", "third"):
-            stage.admit(id_)
-        stage.see_registered()
-        lock.release()
-        stage.turn_until(lambda: stage.handed_on == ["first", "second", "third"])
-
-    @pytest.mark.parametrize("at_once", [True, False])
-    def test_the_next_one_waits_for_the_release_of_the_first_if_that_succeeds(
-        self, make_stage: MakeStage, nodes: Nodes, redlock: Redlock, at_once: bool
-    ) -> None:
-        """With many workers each would ask the nodes in vain after each of its runs."""
-        stage, lock = make_stage(nodes, replace(STILL, retry_next_after=0.5)), hold(redlock)
-        if at_once:
-            stage.apply = lambda request: stage.succeeded.add(request.id)
-        for id_ in ("first", "second"):
-            stage.admit(id_)
-        stage.see_registered()
-        lock.release()
-        stage.turn_until(lambda: stage.handed_on == ["first"])
-        stage.succeeded.add("first")
-        stage.turn_for(1.0)
-        assert (stage.handed_on, stage.waiting()) == (["first"], ["second"])
-
-    def test_the_next_one_takes_a_permit_that_is_free_though_the_run_before_it_succeeds(
-        self, make_stage: MakeStage, nodes: Nodes
-    ) -> None:
-        """The release of one permit hands on one message, so another free one would stay idle."""
-        stage = make_stage(nodes, replace(STILL, retry_next_after=0.1))
-        stage.apply = lambda request: stage.succeeded.add(request.id)
-        for id_ in ("first", "second"):
-            stage.admit(id_, limit=2)
-        stage.turn_until(lambda: stage.handed_on == ["first", "second"])
-
-    def test_a_success_of_an_earlier_message_with_the_same_id_is_none_of_this_one(
-        self, make_stage: MakeStage, nodes: Nodes
-    ) -> None:
-        """Who sends a message may choose its id, and a message may be delivered twice."""
-        stage = make_stage(nodes, replace(STILL, retry_next_after=0.1))
-        stage.succeeded.add("first")
-        for id_ in ("first", "second"):
-            stage.admit(id_)
-        stage.turn_until(lambda: stage.handed_on == ["first", "second"])
-
     def test_a_message_that_comes_before_the_one_that_asks_gets_its_answer(
         self, stage: Stage
     ) -> None:
@@ -479,15 +366,6 @@ class TestHandOff:
         stage.admit("later", since=20)
         stage.admit("earlier", since=10)
         stage.turn_until(lambda: stage.handed_on == ["of before", "earlier"])
-
-    def test_a_message_of_another_limit_asks_for_itself(
-        self, stage: Stage, redlock: Redlock
-    ) -> None:
-        with lock_of(redlock):
-            stage.admit("for all of it")
-            stage.see_registered()
-            stage.admit("for one of two permits", limit=2)
-            stage.turn_until(lambda: stage.handed_on == ["for one of two permits"])
 
     def test_a_loop_that_stood_still_asks_before_it_acts_on_an_old_name(
         self, make_stage: MakeStage, nodes: Nodes
@@ -507,27 +385,27 @@ class TestHandOff:
             other.release()
             stage.turn_until(lambda: stage.handed_on == ["waits"])
 
-    def test_a_head_looks_at_its_eta_and_waits_on_while_the_lock_is_held(
-        self, make_stage: MakeStage, nodes: Nodes, redlock: Redlock
+    def test_a_head_looks_at_its_eta_and_then_less_often_while_the_lock_is_held(
+        self, make_stage: MakeStage, nodes: Nodes
     ) -> None:
-        stage = make_stage(nodes, replace(STILL, longest_pause=0.1))
-        key = lock_key("redlock", "a")
-        with lock_of(redlock):
-            for node in nodes:
-                node.client().pexpire(key, int(NEVER * 1000))
-            stage.admit("waits", countdown=0.05)
-            stage.see_registered()
-            stage.turn_for(0.5)
-            assert (stage.handed_on, stage.waiting()) == ([], ["waits"])
-            for node in nodes:
-                node.client().delete(key)  # its holder is dead, and nobody announces that
-            stage.turn_until(lambda: stage.handed_on == ["waits"])
+        longest = 0.2
+        stage = make_stage(nodes, replace(STILL, longest_pause=longest))
+        for node in nodes:
+            node.client().set(lock_key("redlock", "a"), "of a holder")
+        stage.admit("waits", countdown=0.05)
+        (waiter,) = stage.room.waiting()
+        waiter.pause = 0.05
+        stage.turn_until(lambda: waiter.pause == longest)
+        assert (stage.handed_on, stage.waiting()) == ([], ["waits"])
+        for node in nodes:
+            node.client().delete(lock_key("redlock", "a"))  # nobody announces that
+        stage.turn_until(lambda: stage.handed_on == ["waits"])
 
     def test_a_head_with_a_budget_tries_at_its_eta_though_the_lock_is_held(
         self, stage: Stage, redlock: Redlock
     ) -> None:
         with lock_of(redlock):
-            stage.admit("waits", countdown=1.0, has_budget=True)
+            stage.admit("waits", countdown=0.2, has_budget=True)
             stage.clock.ahead += 10.0  # the nodes' reply is read after its ETA, before the timer's
             stage.see_registered()
             stage.turn_until(lambda: stage.handed_on == ["waits"])
@@ -537,21 +415,10 @@ class TestHandOff:
     ) -> None:
         stage = make_stage(nodes, replace(STILL, longest_pause=NEVER))
         for node in nodes:
-            node.client().set(lock_key("redlock", "a"), "of a dead holder", px=1000)
+            node.client().set(lock_key("redlock", "a"), "of a dead holder", px=300)
         stage.admit("waits", countdown=0.05)
         stage.room.waiting()[0].pause = NEVER
         stage.turn_until(lambda: stage.handed_on == ["waits"])
-
-    def test_a_head_that_waits_on_looks_less_often_with_time(
-        self, make_stage: MakeStage, nodes: Nodes, redlock: Redlock
-    ) -> None:
-        longest = 1.5
-        stage = make_stage(nodes, replace(STILL, longest_pause=longest))
-        with lock_of(redlock):
-            stage.admit("waits", countdown=0.05)
-            (waiter,) = stage.room.waiting()
-            waiter.pause = 0.1
-            stage.turn_until(lambda: waiter.pause == longest)
 
     def test_without_an_answer_of_a_quorum_a_head_tries_at_its_eta(
         self, make_stage: MakeStage, mortal_nodes: Nodes
@@ -561,19 +428,6 @@ class TestHandOff:
             node.kill()
         stage.admit("waits", countdown=0.05)
         stage.turn_until(lambda: stage.handed_on == ["waits"])
-
-    def test_a_header_that_asks_for_no_permit_costs_no_connection(
-        self, stage: Stage, redlock: Redlock
-    ) -> None:
-        own = redlock_of(stage.app)
-        settle(own)
-        before = [node.connection for node in own.session.nodes.all]
-        with lock_of(redlock):
-            stage.receive(replace(TestCountdown.WAIT, limit=0, countdown=NEVER), ago=0.0)
-            stage.see_registered()
-        stage.turn_until(lambda: stage.handed_on)
-        settle(own)
-        assert [node.connection for node in own.session.nodes.all] == before
 
 
 class TestRegistration:
@@ -604,25 +458,14 @@ class TestRegistration:
             stage.room.start(stage.consumer)
             assert stage.waiting() == []
 
-    def test_it_is_made_anew_after_the_loop_stood_still(
-        self, make_stage: MakeStage, nodes: Nodes, redlock: Redlock
-    ) -> None:
-        stage = make_stage(nodes, replace(STILL, sweep_interval=0.02, refresh_after=NEVER))
-        with lock_of(redlock):
-            stage.admit("waits")
-            stage.see_registered()
-            for node in nodes:  # others have passed it by
-                node.client().delete(waiting_key("redlock", "a"))
-            stage.clock.ahead += 1.0
-            stage.turn_until(lambda: registered(nodes) == [1] * len(nodes))
-
     def test_a_release_that_named_nobody_while_the_loop_stood_still_is_not_missed(
         self, make_stage: MakeStage, nodes: Nodes, redlock: Redlock
     ) -> None:
-        stage = make_stage(nodes, replace(STILL, sweep_interval=0.5, refresh_after=NEVER))
+        stage = make_stage(nodes, replace(STILL, sweep_interval=0.02, refresh_after=NEVER))
         lock = hold(redlock)
         stage.admit("waits")
         stage.see_registered()
+        stage.turn_for(TURN)  # all that comes with the subscriptions is done
         for node in nodes:
             node.client().delete(WAITING)
         lock.release()
@@ -658,18 +501,6 @@ class TestRegistration:
             stage.see_registered()
             for node in nodes:
                 node.client().delete(waiting_key("redlock", "a"))
-            stage.turn_until(lambda: registered(nodes) == [1] * len(nodes))
-
-    @pytest.mark.parametrize("lost", [1, 3])
-    def test_it_is_made_anew_on_a_new_connection(
-        self, stage: Stage, nodes: Nodes, redlock: Redlock, lost: int
-    ) -> None:
-        with lock_of(redlock):
-            stage.admit("waits")
-            stage.see_registered()
-            for node in nodes[:lost]:
-                node.client().delete(waiting_key("redlock", "a"))
-                node.client().client_kill_filter(_type="pubsub")
             stage.turn_until(lambda: registered(nodes) == [1] * len(nodes))
 
     def test_an_earlier_message_moves_the_worker_forward(
@@ -724,18 +555,12 @@ class TestCountdown:
     WAIT = Deferral(resource="a", resources=("a",), waits_for_release=True, countdown=LONG)
     WITH_BUDGET = replace(WAIT, waits_for_release=False)
 
-    def test_a_message_that_comes_later_than_it_begins_it_anew(self, stage: Stage) -> None:
-        assert LONG / 2 < stage.receive(self.WAIT, ago=LONG + 60) <= LONG
-
-    def test_a_message_that_comes_in_time_goes_on_with_it(self, stage: Stage) -> None:
-        assert stage.receive(self.WAIT, ago=LONG - 60) <= 60.0
-
-    def test_a_message_with_a_budget_keeps_its_time(self, stage: Stage) -> None:
-        assert stage.receive(self.WITH_BUDGET, ago=LONG + 60) <= 0.0
-
-    @pytest.mark.parametrize("ahead", [HOUR, -HOUR])
-    def test_it_does_not_go_by_the_clock_of_the_sender(self, stage: Stage, ahead: int) -> None:
-        assert stage.receive(self.WAIT, LONG + 60, ahead) > LONG / 2
+    @pytest.mark.parametrize("ahead", [0, HOUR, -HOUR])
+    def test_it_goes_on_or_begins_anew_whatever_the_clock_of_the_sender(
+        self, stage: Stage, ahead: int
+    ) -> None:
+        assert LONG / 2 < stage.receive(self.WAIT, LONG + 60, ahead) <= LONG  # it came later
+        assert stage.receive(self.WAIT, LONG - 60, ahead) <= 60.0
         assert stage.receive(self.WITH_BUDGET, LONG + 60, ahead) <= 0.0
         of_redelivery = Deferral(countdown=LONG)
         for wait in (self.WAIT, self.WITH_BUDGET, of_redelivery):
@@ -762,7 +587,7 @@ def test_a_worker_that_stops_publishes_a_message_after_the_store_of_its_state(
 
     def store() -> None:
         began.set()
-        order.append("published" if published.wait(0.5) else "stored")
+        order.append("published" if published.wait(0.2) else "stored")
 
     began = threading.Event()
     with lock_of(redlock):

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import math
-import statistics
+import socket
 import sys
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,11 +15,12 @@ import pytest
 from redis import Redis
 from redis.client import PubSub
 
-from celery_redlock import QuorumUnreachable, Redlock
-from celery_redlock.lock.engine.callers import LONGEST_SPIN, Caller
+from celery_redlock import LockTaken, QuorumUnreachable, Redlock
+from celery_redlock.lock import retry
+from celery_redlock.lock.engine.callers import Caller
 from celery_redlock.lock.model.acquisition import Acquisition
 from celery_redlock.lock.model.handoff import LOOK
-from celery_redlock.lock.model.keys import inbox_channel, waiting_key
+from celery_redlock.lock.model.keys import inbox_channel, lock_key, waiting_key
 from celery_redlock.lock.model.lease import Lease
 from celery_redlock.lock.platform.clock import Platform, SystemClock, installed
 from celery_redlock.lock.platform.threads import DeadlineTimer, start_thread
@@ -28,11 +28,12 @@ from celery_redlock.lock.transport import subscriber
 from celery_redlock.lock.transport.address import parse_address
 from celery_redlock.lock.transport.subscriber import Subscriber
 from celery_redlock.testing import EmbeddedNode
-from tests.conftest import FREED, NODE_TIMEOUT, Journal, Nodes, eventually, hearing, settle
+from tests.conftest import NODE_TIMEOUT, Journal, Nodes, eventually, hearing, settle
 from tests.contract.conftest import MAJORITY, REDIS_SERVER, over
 from tests.contract.points import interrupt
 
 WAIT = 60.0  # s
+SOON = 30.0  # s: well before a wait that nothing wakes ends, as it tries once more then
 POINTS = 80  # at which the first pass of a wait may be interrupted, and some more
 
 now = SystemClock().now
@@ -42,6 +43,19 @@ def take(redlock: Redlock) -> float:
     """Wait for the lock, and return the monotonic s at which it was got."""
     with redlock.lock("r", wait=WAIT):
         return now()
+
+
+@pytest.fixture
+def patient_waiters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let nobody who waits try again by himself as long as a test lasts."""
+    for name in ("LONGEST_SPIN", "LONGEST_DEAF", "REGISTERED_FOR"):
+        monkeypatch.setattr(retry, name, 100 * WAIT)
+
+
+def keep_for_ever(nodes: Nodes, resource: str) -> None:
+    """Let a lock that is not renewed stay until its release: no end of it is waited for."""
+    for node in nodes:
+        eventually(lambda node=node: node.client().persist(lock_key("redlock", resource)))
 
 
 @contextlib.contextmanager
@@ -76,19 +90,19 @@ def see_waiting(redlock: Redlock, count: int = 1, resource: str = "r") -> None:
 
 class TestWoken:
     def test_by_a_release_long_before_it_would_try_by_itself(
-        self, redlock: Redlock, rival: Redlock, pool: ThreadPoolExecutor
-    ) -> None:
-        hand_offs = []
-        for _ in range(9):
-            lock = redlock.lock("r", wait=WAIT).acquire()
+        self, redlock: Redlock, rival: Redlock, nodes: Nodes, pool: ThreadPoolExecutor,
+        patient_waiters: None,
+    ) -> None:  # fmt: skip
+        for _ in range(2):  # as it waits for the first time, it may still look by itself
+            lock = redlock.lock("r", wait=WAIT, renew=False).acquire()
+            settle(redlock)
+            keep_for_ever(nodes, "r")
             waiting = pool.submit(take, rival)
             see_waiting(rival)
             see_listening(rival)
             settle(rival)  # it has tried once more, since it is heard
-            released = now()
             lock.release()
-            hand_offs.append(waiting.result(WAIT) - released)
-        assert statistics.median(hand_offs) < LONGEST_SPIN / 2
+            assert waiting.result(SOON)
 
     def test_whatever_text_it_waits_for_and_others_beside_it(
         self, redlock: Redlock, rival: Redlock
@@ -113,46 +127,7 @@ class TestWoken:
             waiting = pool.submit(take, rival)
             see_listening(rival, nodes=2)
             lock.release()
-            assert waiting.result(FREED)
-
-    def test_on_a_new_connection_where_the_one_that_would_tell_was_closed(
-        self, redlock: Redlock, rival: Redlock, nodes: Nodes, pool: ThreadPoolExecutor
-    ) -> None:
-        lock = redlock.lock("r").acquire()
-        waiting = pool.submit(take, rival)
-        for _ in range(3):
-            for node in nodes:
-                # not there, or not again; that it was closed before may not have been noticed yet
-                eventually(lambda node=node: node.client().client_kill_filter(_type="pubsub") == 1)
-        see_listening(rival)
-        lock.release()
-        assert waiting.result(FREED)
-
-    @REDIS_SERVER
-    def test_of_many_threads_of_a_process_not_all_at_once(
-        self, redlock: Redlock, rival: Redlock, nodes: Nodes
-    ) -> None:
-        count = 24
-
-        def work() -> None:
-            with rival.lock("r", wait=WAIT):
-                time.sleep(0.05)  # a body: who is woken in vain has time to try
-
-        lock = redlock.lock("r", wait=WAIT).acquire()
-        with ThreadPoolExecutor(count) as threads:
-            waiting = [threads.submit(work) for _ in range(count)]
-            see_waiting(rival, count)
-            see_listening(rival)
-            settle(rival)
-            nodes[0].client().config_resetstat()
-            lock.release()
-            for one in waiting:
-                one.result(WAIT)
-        settle(rival)
-        scripts = nodes[0].client().info("commandstats")["cmdstat_evalsha"]["calls"]
-        tries = (scripts - 1) / 2  # each was released, or rolled back
-        # a release rings the first, by three nodes at the most: never all that wait
-        assert count <= tries < 3 * count
+            assert waiting.result(SOON)
 
     @REDIS_SERVER
     def test_none_of_those_behind_the_first_one_tries_as_its_wait_ends(
@@ -166,7 +141,7 @@ class TestWoken:
                 first.take_step(math.inf)  # what came as the inbox opened
                 first.looked_at = now()
                 tries = [
-                    threads.submit(rival.lock("r").try_acquire, wait=3.0) for _ in range(count)
+                    threads.submit(rival.lock("r").try_acquire, wait=1.0) for _ in range(count)
                 ]
                 see_waiting(rival, count + 1)
                 settle(rival)
@@ -213,8 +188,6 @@ class TestNotWoken:
         [
             pytest.param(["+@all", "resetchannels"], id="no channel"),
             pytest.param(["+@all", "-subscribe", "allchannels"], id="no SUBSCRIBE"),
-            pytest.param(["+@all", "-publish", "allchannels"], id="no PUBLISH"),
-            pytest.param(["+@all", "-zadd", "allchannels"], id="no ZADD"),
         ],
     )
     @REDIS_SERVER
@@ -231,7 +204,7 @@ class TestNotWoken:
                 waiting = pool.submit(take, rival)
                 see_waiting(rival)
                 lock.release()
-                assert waiting.result(FREED)
+                assert waiting.result(SOON)
         finally:
             for node in nodes:
                 node.client().execute_command("ACL", "DELUSER", "app")
@@ -252,8 +225,9 @@ class TestNotWoken:
 
 class TestSeveral:
     def test_what_a_try_won_and_gave_back_is_told_to_who_waits_for_it(
-        self, redlock: Redlock, rival: Redlock, pool: ThreadPoolExecutor
-    ) -> None:
+        self, redlock: Redlock, rival: Redlock, nodes: Nodes, pool: ThreadPoolExecutor,
+        patient_waiters: None,
+    ) -> None:  # fmt: skip
         waiting: list[Future[float]] = []
 
         class Slow(Journal):
@@ -263,41 +237,17 @@ class TestSeveral:
                 self, session: bytes, at: float, holding: Acquisition, claim: Lease
             ) -> None:
                 if claim.key.resource == "s":
+                    keep_for_ever(nodes, "r")
                     waiting.append(pool.submit(take, rival))
                     see_waiting(rival)
                     see_listening(rival)
                     settle(rival)
 
-        hand_offs = []
-        for _ in range(9):
+        for _ in range(2):  # as it waits for the first time, it may still look by itself
             with rival.lock("s", wait=WAIT):
                 redlock.session.events.journal = Slow()
-                assert not redlock.lock(["r", "s"]).try_acquire()
-                given_back = now()
-                hand_offs.append(waiting.pop().result(WAIT) - given_back)
-        assert statistics.median(hand_offs) < LONGEST_SPIN / 2
-
-    @pytest.mark.slow
-    def test_who_waits_for_one_of_several_is_not_woken_by_its_own_tries(
-        self, redlock: Redlock, rival: Redlock, nodes: Nodes, pool: ThreadPoolExecutor
-    ) -> None:
-        def take_both() -> None:
-            with rival.lock(["r", "s"], wait=WAIT):
-                pass
-
-        lock = redlock.lock("s", wait=WAIT).acquire()
-        waiting = pool.submit(take_both)
-        see_waiting(rival, resource="s")
-        see_listening(rival)
-        settle(rival)
-        with first_in_line(nodes[0].client()) as heard:
-            tries = 0
-            # the first ones as its inbox opens on each node
-            while heard.get_message(timeout=1.5 * LONGEST_SPIN) is not None:
-                tries += 1
-                assert tries < 20, "it tries again and again"
-        lock.release()
-        waiting.result(WAIT)
+                assert not redlock.lock(["r", "s"], renew=False).try_acquire()
+                assert waiting.pop().result(SOON)
 
 
 class Slow(Subscriber):
@@ -359,12 +309,14 @@ def test_an_ear_that_ends_leaves_the_next_one_its_connection(
 
 
 @contextlib.contextmanager
-def listening(node: EmbeddedNode, *channels: str, user: str = "") -> Iterator[Subscriber]:
+def listening(
+    node: EmbeddedNode, *channels: str, user: str = "", timeout: float = NODE_TIMEOUT
+) -> Iterator[Subscriber]:
     """Give an ear that was told to hear these channels. user: "name:password@"."""
     address = parse_address(node.url.replace("://", f"://{user}"), "test", "nodes")
     wanted = set(channels)
     ear = Subscriber(
-        address, NODE_TIMEOUT, Platform(SystemClock()), lambda: set(wanted), lambda *_: None
+        address, timeout, Platform(SystemClock()), lambda: set(wanted), lambda *_: None
     )
     with contextlib.closing(ear):
         ear.resubscribe()
@@ -401,8 +353,58 @@ def test_a_channel_that_a_user_may_not_hear_keeps_an_ear_from_no_other(nodes: No
     try:
         with listening(nodes[0], "a", "b", "c", user="few:secret@") as ear:
             eventually(lambda: ear.confirmed == {"a", "c"})
+            client.execute_command("ACL", "SETUSER", "few", "&b")
+            eventually(lambda: ear.confirmed == {"a", "b", "c"})  # it asks again by itself
     finally:
         client.execute_command("ACL", "DELUSER", "few")
+
+
+@REDIS_SERVER
+def test_a_server_that_is_busy_with_a_script_hands_on_once_it_is_not(mortal_nodes: Nodes) -> None:
+    client = mortal_nodes[0].client()
+    wanted: set[str] = set()
+    refused = threading.Event()
+    ear = Subscriber(
+        parse_address(mortal_nodes[0].url, "test", "nodes"), NODE_TIMEOUT, Platform(SystemClock()),
+        lambda: {"a", *wanted}, lambda *_: None, lambda _: refused.set(),
+    )  # fmt: skip
+    client.config_set("lua-time-limit", 1)
+    with (
+        contextlib.closing(ear),
+        socket.create_connection(("127.0.0.1", mortal_nodes[0].port)) as wire,
+    ):
+        ear.resubscribe()
+        eventually(lambda: ear.confirmed)
+        wire.sendall(b'EVAL "while true do end" 0\r\n')
+        try:
+            wanted.add("b")
+            ear.resubscribe()
+            assert refused.wait(WAIT)
+        finally:
+            client.script_kill()
+        eventually(lambda: ear.confirmed == {"a", "b"})
+
+
+@REDIS_SERVER
+def test_a_refused_subscription_is_told_of_once_if_it_does_not_end_by_itself(
+    nodes: Nodes, caplog: pytest.LogCaptureFixture
+) -> None:
+    client, rights = nodes[0].client(), ["on", ">secret", "~*", "+@all", "-subscribe", "&*"]
+    client.execute_command("ACL", "SETUSER", "deaf", *rights)
+    try:
+        urls = [nodes[0].url.replace("://", "://deaf:secret@")]
+        with (
+            Redlock(urls, restart_guard="off", node_timeout=NODE_TIMEOUT) as holder,
+            Redlock(urls, restart_guard="off", node_timeout=NODE_TIMEOUT) as other,
+            holder.lock("r", wait=WAIT),
+        ):
+            for _ in range(2):
+                with pytest.raises(LockTaken):
+                    other.lock("r", wait=1).acquire()
+                eventually(lambda: "sends no message, so waiters poll: NOPERM" in caplog.text)
+    finally:
+        client.execute_command("ACL", "DELUSER", "deaf")
+    assert caplog.text.count("sends no message, so waiters poll") == 1
 
 
 def test_an_ear_that_is_told_of_channels_all_the_time_finds_out_that_its_node_is_gone(
@@ -410,7 +412,7 @@ def test_an_ear_that_is_told_of_channels_all_the_time_finds_out_that_its_node_is
 ) -> None:
     """A host that is gone ends no connection, and whoever comes to wait rings."""
     monkeypatch.setattr(subscriber, "LINGER", 0.1)
-    with listening(mortal_nodes[0], "a") as ear:
+    with listening(mortal_nodes[0], "a", timeout=0.5) as ear:
         eventually(lambda: ear.confirmed)
         mortal_nodes[0].pause()
 
@@ -423,6 +425,6 @@ def test_an_ear_that_is_told_of_channels_all_the_time_finds_out_that_its_node_is
 
 @REDIS_SERVER
 def test_an_ear_hears_more_channels_than_a_connection_takes_at_once(nodes: Nodes) -> None:
-    channels = [f"{number}".rjust(250, "c") for number in range(40_000)]
+    channels = [f"{number}".rjust(250, "c") for number in range(25_000)]
     with listening(nodes[0], *channels) as ear:
         eventually(lambda: len(ear.confirmed) == len(channels))

@@ -7,13 +7,14 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 from typing import Any
 
 import pytest
 
 from celery_redlock.lock.engine.watchdog import Watchdog
 from celery_redlock.lock.platform.clock import Platform, SystemClock
+from tests import fork_server
 from tests.conftest import Nodes
 
 LONG = 600.0  # s: longer than any test
@@ -110,8 +111,11 @@ def test_c_code_that_keeps_the_gil_for_a_part_of_the_ttl_again_and_again_loses_n
     nodes: Nodes,
 ) -> None:
     command, urls = [sys.executable, "-c", HOLDS_THE_GIL], [node.url for node in nodes]
-    both = [
-        subprocess.Popen([*command, resource, *urls], stdout=subprocess.PIPE, text=True)
-        for resource in ("r", "s")
-    ]
-    assert [each.communicate(timeout=200)[0] for each in both] == ["True\n", "True\n"]
+    with ExitStack() as ends:
+        both = [
+            ends.enter_context(
+                fork_server.Process([*command, resource, *urls], stdout=subprocess.PIPE, text=True)
+            )
+            for resource in ("r", "s")
+        ]
+        assert [each.communicate(timeout=200)[0] for each in both] == ["True\n", "True\n"]

@@ -33,8 +33,8 @@ from celery.signals import (
 from kombu import Exchange, Queue, binding
 from kombu.common import Broadcast
 
-import celery_redlock.tasks.worker_request
 from celery_redlock import Backoff, Contention, LockedTask, LockLost, current_lock
+from celery_redlock.lock.lock import acquisitions_of
 from celery_redlock.signals import (
     LockExtendedEvent,
     LockReleasedEvent,
@@ -44,7 +44,6 @@ from celery_redlock.signals import (
     lock_released,
     lock_skipped,
 )
-from celery_redlock.tasks.execution.outcomes import Deferred
 from celery_redlock.tasks.per_app import redlock_of
 
 LOG = Path(os.environ.get("TEST_LOG", os.devnull))
@@ -156,6 +155,7 @@ def work(self: Any, key: str, seconds: float = 0.05) -> int:
 
 worked = work.run.__func__
 late = locked(name="tests.late", acks_late=True, max_retries=0)(worked)
+ignored = locked(name="tests.ignored", ignore_result=True, max_retries=0)(worked)
 keyed = locked(name="tests.keyed", lock_key=lambda task, args, kwargs: f"k:{args[0]}")(worked)
 
 
@@ -407,20 +407,23 @@ def sees_its_state(self: Any, key: str) -> None:
     write("state", key, status=status, held=self.lock.held)
 
 
-@locked(lock_key="message")
-def shows_its_message(self: Any, *args: Any, **kwargs: Any) -> None:
+def shows(self: Any, *args: Any, **kwargs: Any) -> None:
     """Write everything that the message carries."""
     request = self.request
     kept = ("id", "root_id", "parent_id", "group", "group_index", "chord", "chain", "callbacks",
-            "errbacks", "expires", "timelimit", "retries", "reply_to", "correlation_id", "origin",
-            "shadow", "argsrepr", "kwargsrepr", "ignore_result", "stamped_headers", "stamps",
-            "compression", "replaced_task_nesting")  # fmt: skip
+            "errbacks", "eta", "expires", "timelimit", "retries", "reply_to", "correlation_id",
+            "origin", "shadow", "argsrepr", "kwargsrepr", "ignore_result", "stamped_headers",
+            "stamps", "compression", "replaced_task_nesting")  # fmt: skip
     seen = {name: getattr(request, name, None) for name in kept}
     seen["headers"] = {k: v for k, v in (request.headers or {}).items() if k != "redlock"}
     delivery = {k: v for k, v in request.delivery_info.items() if k != "redelivered"}
     deferrals = (request.get("redlock") or {}).get("deferral", {}).get("count", 0)
     seen |= {**delivery, "args": repr(args), "kwargs": repr(kwargs)}
     write("message", request.id, seen=seen, deferrals=deferrals)
+
+
+shows_its_message = locked(lock_key="message", name="tests.shows_its_message")(shows)
+shows_its_message_late = locked(lock_key="message", acks_late=True, name="tests.shows_late")(shows)
 
 
 @task_received.connect
@@ -441,12 +444,16 @@ def copy(self: Any, key: str) -> None:
 copying = functools.partial(locked, lock_key="copied:{key}", ignore_result=True)
 copied = copying(name="tests.copied")(copy)
 copied_late = copying(name="tests.copied_late", acks_late=True)(copy)
-PROPERTIES = ("app_id", "type", "message_id", "user_id", "correlation_id")
+OF_DELIVERIES = ("delivery_info", "delivery_tag", "application_headers")
 
 
 @locked()
 def shows_its_properties(self: Any, key: str) -> dict[str, Any]:
-    return {name: self.request.properties.get(name) for name in PROPERTIES}
+    return {
+        name: value
+        for name, value in self.request.properties.items()
+        if name not in OF_DELIVERIES and not name.startswith("redlock_")
+    }
 
 
 @locked()
@@ -506,8 +513,9 @@ def permitted(self: Any, key: str, also: str = "anybody", until: str = "") -> No
 
 @locked(lock_key="rated:{key}", lock_limit=8, lock_rate="10/s", lock_ttl=TTL)
 def rated(self: Any, key: str, fails: int = 0) -> None:
-    """Write that the body begins, and end with a retry so many times."""
-    write("begin", key, id=self.request.id)
+    """Write when its start was counted, and end with a retry so many times."""
+    (acquisition,) = acquisitions_of(self.lock)
+    write("begin", key, id=self.request.id, at=acquisition.starts[0].started_at)
     if self.request.retries < fails:
         raise self.retry(countdown=0)
 
@@ -659,27 +667,6 @@ def be_cut(self: Any, key: str, seconds: float) -> None:
 
 cut_early = locked(name="tests.cut_early")(be_cut)
 cut_late = locked(name="tests.cut_late", acks_late=True)(be_cut)
-
-
-class TellingRequest(celery_redlock.tasks.worker_request.Request):
-    """One that writes what the main process learns of a deferral."""
-
-    def on_failure(self, exc_info: Any, *args: Any, **kwargs: Any) -> None:
-        error = getattr(exc_info.exception, "exc", exc_info.exception)
-        if isinstance(error, Deferred):
-            deferral = error.header.deferral
-            what = {name: getattr(deferral, name) for name in ("holder", "limit", "expires_in")}
-            write("told", deferral.resource, text=str(error), **what)
-        super().on_failure(exc_info, *args, **kwargs)
-
-
-def run(self: Any, key: str) -> None:
-    write("ran", key)
-
-
-tells = locked(name="tests.tells", lock_key=["a:{key}", "k:{key}"], Request=TellingRequest)(run)
-tells_of_permits = locked(name="tests.tells_of_permits", lock_key="p:{key}", lock_limit=2,
-                          Request=TellingRequest)(run)  # fmt: skip
 
 
 @lock_released.connect
@@ -957,7 +944,7 @@ unstored = functools.partial(
 once_unstored = unstored(name="tests.once_unstored")(once)
 once_unstored_late = unstored(name="tests.once_unstored_late", acks_late=True)(once)
 once_by_args = unique(name="tests.once_by_args", lock_key=None, lock_args=["key"])(once)
-DEBOUNCE = 4.0  # s: longer than a burst of sends takes
+DEBOUNCE = 2.0  # s: longer than a burst of sends mostly takes
 debounced = {"lock_unique_for": None, "lock_debounce": DEBOUNCE}
 latest = unique(name="tests.latest", **debounced)(once)
 latest_late = unique(name="tests.latest_late", **debounced, acks_late=True)(once)

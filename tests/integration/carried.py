@@ -29,7 +29,7 @@ def send(stage: Stage, task_id: str, **options: Any) -> Any:
             "link": [add.si(2)], "link_error": [add.si(3)],
             "retries": 2, "replaced_task_nesting": 1,
             "time_limit": 500, "soft_time_limit": 400,
-            "expires": dt.datetime.now(dt.timezone.utc) + dt.timedelta(seconds=900),
+            "expires": dt.datetime.now(dt.UTC) + dt.timedelta(seconds=900),
             "headers": {"x-custom": "v"}, "stamped_headers": ["tenant"], "tenant": "t1",
             "argsrepr": "(secret)", "kwargsrepr": "{secret}", "ignore_result": True,
             "serializer": "pickle", "compression": "gzip", "delivery_mode": 1, "priority": 7,
@@ -55,7 +55,7 @@ def own_words(message: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in message.items() if name not in apart}
 
 
-def see_properties_kept(stage: Stage, **more: str) -> None:
+def see_properties_kept(stage: Stage, **more: Any) -> None:
     """Return once a body saw what its send gave to the publisher, after some deferrals.
 
     more: properties, beside those that any broker takes.
@@ -63,10 +63,13 @@ def see_properties_kept(stage: Stage, **more: str) -> None:
     task = stage.tasks.shows_its_properties
     given = {name: f"own {name}" for name in ("app_id", "type", "message_id", "correlation_id")}
     given |= more
+    fresh = task.apply_async(("fresh properties",), **given).get(timeout=60)
+    assert {name: fresh.get(name) for name in given} == given
     with task.lock_for("properties", wait=60):
         result = task.apply_async(("properties",), **given, lock={"max_wait": 3600})
         stage.see_deferred(result)
-    assert result.get(timeout=60) == given
+    deferred = result.get(timeout=60)
+    assert deferred == fresh, (deferred, fresh)
 
 
 def see_urgent_first(stage: Stage, key: str, *priorities: int) -> None:

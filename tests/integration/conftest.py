@@ -8,10 +8,11 @@ import itertools
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,10 +23,11 @@ import pytest
 from celery import Celery, _state, chain, chord, states
 from celery.exceptions import ChordError
 from kombu import Connection
+from redis.exceptions import ConnectionError as RedisConnectionError
 
 from celery_redlock import SettingsError
 from celery_redlock.tasks.per_app import redlock_of
-from celery_redlock.testing import EmbeddedNode, WorkerProcess
+from celery_redlock.testing import EmbeddedNode
 from tests.conftest import (
     NODE_TIMEOUT,
     PATIENCE,
@@ -34,12 +36,36 @@ from tests.conftest import (
     is_free,
     see_freed,
     see_listening,
+    three_nodes,
     trust_nodes,
 )
+from tests.workers import ForkedWorker
 
 ROOT = Path(__file__).resolve().parents[2]
 PASSWORD = "s3cret-word"  # of guarded nodes
 MakeStage = Callable[..., "Stage"]
+APP = "tests.integration.app"
+POOLS = ("prefork", "threads", "solo", "gevent")
+RULES = {
+    "other": {"on_conflict": "fail"},
+    "he*": {"key": "{queue}:{key}", "on_conflict": "skip"},
+    "wait*": {"max_wait": 0.2},
+    "two-at-once*": {"key": "{queue}", "limit": 2},
+    "old*": {"ttl": PATIENCE * 4},
+    "new*": {"ttl": PATIENCE * 8, "limit": 3},
+}
+# What a module names as its WORKER if any worker is right for it: all of them share one. A stall of
+# the machine costs it no node's answer, and leases outlive any test: what runs was woken.
+STANDING: dict[str, Any] = {
+    "conf": {
+        "redlock_node_timeout": PATIENCE, "redlock_max_ttl": 200, "redlock_queues": RULES,
+        "result_extended": True, "task_store_errors_even_if_ignored": True,
+        "accept_content": ["json", "pickle"],
+    },
+    "concurrency": 6, "options": ["-E"],
+}  # fmt: skip
+REST = 60.0  # s: what a test leaves behind ends sooner, or never
+FAILED = pytest.StashKey[bool]()
 
 
 def slow_but(fast: Sequence[Any], every: Sequence[Any]) -> list[Any]:
@@ -47,6 +73,14 @@ def slow_but(fast: Sequence[Any], every: Sequence[Any]) -> list[Any]:
     values = [each if isinstance(each, tuple) else (each,) for each in every]
     marks = [() if each in fast else pytest.mark.slow for each in every]
     return [pytest.param(*value, marks=mark) for value, mark in zip(values, marks, strict=True)]
+
+
+def pools(*fast: str, every: Sequence[str] = POOLS) -> list[Any]:
+    """Return the pools of a test as parameters; but for prefork, one process runs all of a pool."""
+    marks = {pool: [] if pool in fast else [pytest.mark.slow] for pool in every}
+    for pool in {*every} - {"prefork"}:
+        marks[pool].append(pytest.mark.xdist_group(pool))
+    return [pytest.param(pool, marks=marks[pool]) for pool in every]
 
 
 @dataclass
@@ -79,20 +113,41 @@ class Stage:
     def app(self) -> Any:
         return self.tasks.app
 
-    def worker(
-        self, name: str = "w1", module: str = "tests.integration.app", **options: Any
-    ) -> WorkerProcess:
+    def worker(self, name: str = "w1", module: str = APP, **options: Any) -> ForkedWorker:
         """Start a worker; it is killed with its children when the story ends.
 
         A warm end takes seconds, in a pool of greenlets most: a test of that end calls `stop`.
         """
-        made = WorkerProcess(module, name=name, env=self.env, cwd=ROOT, **options)
+        made = ForkedWorker(module, name=name, env=self.env, cwd=ROOT, **options)
         self.stack.push(made)  # removes its log
         self.stack.callback(made.kill)
-        return made.start()
+        made.start()
+        return made
+
+    @contextmanager
+    def here(self) -> Iterator[None]:
+        """Let this process, and what it starts, have this stage's settings and tasks meanwhile."""
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in self.env.items():
+                patch.setenv(name, value)
+            patch.setitem(sys.modules, APP, self.tasks)
+            package, _, name = APP.rpartition(".")
+            patch.setattr(sys.modules[package], name, self.tasks)  # Celery's `-A` looks there
+            self.app.set_current()
+            yield
 
     def see_listening(self, name: str = "w1") -> list[str]:
         return see_listening(self.app, name)
+
+    @contextmanager
+    def consumed(self, queue: str, name: str = "w1") -> Iterator[str]:
+        """Let a worker take from one more queue meanwhile."""
+        control, to = self.app.control, {"destination": self.see_listening(name), "reply": True}
+        control.add_consumer(queue, **to, timeout=60)
+        try:
+            yield queue
+        finally:
+            control.cancel_consumer(queue, **to, timeout=60)
 
     def lines(self, *what: str) -> list[Line]:
         """Return what bodies wrote, in order; of these kinds, or all."""
@@ -178,11 +233,17 @@ def key() -> str:
     return f"key{next(_numbers)}"
 
 
+def forget_results() -> None:
+    """Let results unsubscribe that nothing refers to any more, while their server is there."""
+    gc.collect()
+    gc.freeze()  # what is left is not looked at again: late in a run that takes a second each time
+
+
 @pytest.fixture(scope="session")
 def standing_broker() -> Iterator[EmbeddedNode]:
     with EmbeddedNode() as server:
         yield server
-        gc.collect()  # a result unsubscribes when it is forgotten, and its server must be there
+        forget_results()
 
 
 @pytest.fixture(scope="session")
@@ -190,7 +251,7 @@ def lasting_broker() -> Iterator[EmbeddedNode]:
     """Give a broker for workers that stay: `make_stage` empties the other one."""
     with EmbeddedNode() as server:
         yield server
-        gc.collect()  # as above
+        forget_results()
 
 
 @pytest.fixture(scope="module")
@@ -213,29 +274,152 @@ def set_standing_stage(
         yield make
 
 
-@pytest.fixture(scope="module")
-def standing_stage(
-    request: pytest.FixtureRequest, set_standing_stage: MakeStage
-) -> tuple[Stage, WorkerProcess]:
-    """Give a stage and its one worker, which stay for all tests of a module.
+@dataclass
+class Standing:
+    """A stage with workers that stay for all tests of this process."""
 
-    The module names settings in CONF, and options of the worker in WORKER.
+    stage: Stage
+    workers: list[ForkedWorker]
+
+    def why_unfit(self) -> str:
+        """Return why no other test can have it; "" once nothing runs."""
+        if not all(worker.runs for worker in self.workers):
+            return "a worker has ended"
+        try:
+            eventually(lambda: not self.doing(), within=REST)
+        except AssertionError:
+            return f"something runs in it: {self.doing()}"
+        for file in self.stage.log.parent.iterdir():
+            if file != self.stage.log:  # by such a file a test tells a body what to do
+                file.unlink()
+        return ""
+
+    def doing(self) -> list[Any]:
+        """Return what bodies run, or that a worker did not say so."""
+        names = [f"{worker.name}@{socket.gethostname()}" for worker in self.workers]
+        control = self.stage.app.control
+        try:
+            said = control.broadcast("active", destination=names, reply=True, timeout=REST)
+        except RedisConnectionError:  # a pooled connection was closed: redis-py opens another one
+            said = []
+        if len(said) < len(names):
+            return ["unknown"]
+        return [body for reply in said for bodies in reply.values() for body in bodies]
+
+
+class StandingStages:
+    """Stages of this process, each made when a test first asks for it."""
+
+    def __init__(self, nodes: Nodes, new_folder: Callable[[], Path]) -> None:
+        self._nodes, self._new_folder = nodes, new_folder
+        self._made: dict[str, tuple[Standing, ExitStack]] = {}
+
+    @contextmanager
+    def lend(
+        self, test: pytest.Item, names: Sequence[str] = ("w1",), **how: Any
+    ) -> Iterator[Standing]:
+        """Give one to a test, which sees its own lines; if it is unfit then, the next has another.
+
+        names: of its workers. how: its settings as `conf`, and options of the workers.
+        """
+        wanted = json.dumps([names, how], sort_keys=True)
+        if wanted not in self._made:
+            self._made[wanted] = self._make(names, **how)
+        made, of_all = self._made[wanted]
+        for worker in made.workers:
+            worker.begin_anew()
+        with ExitStack() as stack:
+            stack.enter_context(made.stage.here())
+            before = made.stage.log.stat().st_size
+            yield Standing(replace(made.stage, stack=stack, before=before), made.workers)
+        why = "its test failed" if FAILED in test.stash else made.why_unfit()
+        if why:
+            print(f"the next test has other standing workers, because {why}")
+            del self._made[wanted]
+            of_all.close()
+
+    def _make(
+        self, names: Sequence[str], conf: dict[str, Any], **options: Any
+    ) -> tuple[Standing, ExitStack]:
+        with ExitStack() as stack:
+            broker = stack.enter_context(EmbeddedNode())
+            stack.callback(forget_results)
+            stage = new_stage(stack, self._new_folder(), self._nodes, broker, **conf)
+            _state._apps.discard(stage.app)  # else it would have each shared task of other tests
+            workers = [stage.worker(name, **options) for name in names]
+            for name in names:
+                stage.see_listening(name)
+            return Standing(stage, workers), stack.pop_all()
+
+    def close(self) -> None:
+        for _, stack in self._made.values():
+            stack.close()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport]:
+    """Note that a test has failed: what it had is for no other one."""
+    report = yield
+    if report.failed:
+        item.stash[FAILED] = True
+    return report
+
+
+@pytest.fixture(scope="session")
+def lasting_nodes(request: pytest.FixtureRequest) -> Iterator[Nodes]:
+    """Give three nodes that nobody empties, for workers that stay."""
+    with three_nodes(request) as servers:
+        trust_nodes(servers)
+        yield servers
+
+
+@pytest.fixture(scope="session")
+def standing_stages(
+    lasting_nodes: Nodes, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[StandingStages]:
+    made = StandingStages(lasting_nodes, lambda: tmp_path_factory.mktemp("standing"))
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def standing(request: pytest.FixtureRequest, standing_stages: StandingStages) -> Iterator[Standing]:
+    """Give the stage and the worker of this module, which other modules may share.
+
+    The module names options of the worker in WORKER, and settings there as "conf", or in CONF.
     """
-    made = set_standing_stage(**getattr(request.module, "CONF", {}))
-    return made, made.worker(**request.module.WORKER)
+    named = getattr(request.module, "WORKER", STANDING)
+    how = {"conf": getattr(request.module, "CONF", {}), **named}
+    with standing_stages.lend(request.node, **how) as lent:
+        yield lent
 
 
 @pytest.fixture
-def shared_stage(standing_stage: tuple[Stage, WorkerProcess]) -> Iterator[Stage]:
+def shared_stage(standing: Standing) -> Stage:
     """Give the module's stage, on which each test has keys of its own and sees its own lines."""
-    stage, _ = standing_stage
-    with ExitStack() as stack:
-        yield replace(stage, stack=stack, before=stage.log.stat().st_size)
+    return standing.stage
 
 
 @pytest.fixture
-def worker(standing_stage: tuple[Stage, WorkerProcess]) -> WorkerProcess:
-    return standing_stage[1]
+def worker(standing: Standing) -> ForkedWorker:
+    return standing.workers[0]
+
+
+@pytest.fixture
+def of_pool(
+    request: pytest.FixtureRequest, standing_stages: StandingStages, pool: str
+) -> Iterator[Standing]:
+    """Give a standing stage with a worker of the pool that a test has as its parameter."""
+    how = {**STANDING, "pool": pool, "concurrency": 1 if pool == "solo" else 6}
+    with standing_stages.lend(request.node, **(STANDING if pool == "prefork" else how)) as lent:
+        yield lent
+
+
+@pytest.fixture
+def of_two(request: pytest.FixtureRequest, standing_stages: StandingStages) -> Iterator[Standing]:
+    """Give a standing stage with two workers; mark the test as of the group "two"."""
+    with standing_stages.lend(request.node, ("w1", "w2"), **STANDING) as lent:
+        yield lent
 
 
 @contextmanager
@@ -256,7 +440,14 @@ def no_shared_task_left(*apps: Celery) -> Iterator[None]:
             _state._apps.add(app)
 
 
-def set_stage(
+def set_stage(stack: ExitStack, *place: Any, **how: Any) -> Stage:
+    """Set a stage until the stack is left, and have it here. place, how: as of `new_stage`."""
+    stage = new_stage(stack, *place, **how)
+    stack.enter_context(stage.here())
+    return stage
+
+
+def new_stage(
     stack: ExitStack,
     folder: Path,
     nodes: Nodes,
@@ -276,11 +467,11 @@ def set_stage(
         "TEST_NODES": ",".join(node.url for node in nodes), "TEST_LOG": str(log),
         "TEST_CONF": json.dumps({"redlock_node_timeout": NODE_TIMEOUT, **conf}),
     }  # fmt: skip
-    patch = stack.enter_context(pytest.MonkeyPatch.context())
-    for name, value in env.items():
-        patch.setenv(name, value)
-    sys.modules.pop("tests.integration.app", None)  # another stage may stay with its own
-    tasks = importlib.import_module("tests.integration.app")
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in env.items():
+            patch.setenv(name, value)
+        patch.delitem(sys.modules, APP, raising=False)  # another stage may stay with its own
+        tasks = importlib.import_module(APP)
     stack.callback(tasks.app.close)
     stack.callback(close_connections, tasks.app)
     return Stage(tasks, broker, nodes, log, env, stack)
@@ -316,6 +507,13 @@ def stage(request: pytest.FixtureRequest) -> Stage:
 def own_stage(make_stage: MakeStage, nodes: Nodes) -> Stage:
     """Give a stage over the three standing nodes, for one test."""
     return make_stage(nodes)
+
+
+@pytest.fixture
+def small_heap() -> None:
+    """Let the garbage collector look only at what is made in the test: a look at all costs."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

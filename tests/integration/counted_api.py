@@ -8,11 +8,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import fastapi
 import uvicorn
@@ -22,7 +20,6 @@ from tests.conftest import PATIENCE
 
 BEAT = 0.01  # s
 BODY = 0.005  # s
-TASKS = Path("/proc/self/task")
 
 urls: list[str] = []
 redlocks: list[Redlock] = []
@@ -30,41 +27,12 @@ inside: Counter[str] = Counter()
 figures: Counter[str] = Counter()
 
 
-def kept_waiting() -> dict[str, float]:
-    """Return the s for which the machine has let each thread wait for a processor, by its id.
-
-    Source: Documentation/scheduler/sched-stats.rst, `run_delay`. Empty where Linux does not tell.
-    """
-    found = {}
-    for task in TASKS.iterdir() if TASKS.exists() else ():
-        with contextlib.suppress(OSError):  # it has ended
-            found[task.name] = int((task / "schedstat").read_bytes().split()[1]) / 1e9
-    return found
-
-
-def of_the_machine(before: dict[str, float]) -> float:
-    """Return the s since then by which it has delayed this thread, and at most one that it awaits.
-
-    That one has the GIL.
-    """
-    since = {task: at - before.get(task, 0.0) for task, at in kept_waiting().items()}
-    own = since.pop(str(threading.get_native_id()), 0.0)
-    return own + max(since.values(), default=0.0)
-
-
 async def beat() -> None:
-    """Count by how much the loop is late, at the worst, and without what the machine is late by."""
+    """Count the beats of the loop, and the most CPU seconds that it takes from one to the next."""
     while True:
-        began, waited, worked = time.monotonic(), kept_waiting(), time.thread_time()
+        worked = time.thread_time()
         await asyncio.sleep(BEAT)
-        late = time.monotonic() - began - BEAT
-        own = {
-            "wall": late,
-            "late": late - of_the_machine(waited),
-            "worked": time.thread_time() - worked,
-        }
-        for name, seconds in own.items():
-            figures[name] = max(figures[name], seconds)
+        figures["worked"] = max(figures["worked"], time.thread_time() - worked)
         figures["beats"] += 1
 
 

@@ -6,7 +6,7 @@ import json
 import socket
 import threading
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -49,8 +49,8 @@ def run_here(task: Any, *args: Any, **fields: Any) -> trace_ok_t:
     return build_tracer(task.name, task, app=task.app)(message["id"], args, {}, message)
 
 
-def see_drained(stage: Stage) -> None:
-    """Return when no message is left, neither in the queue nor in a worker.
+def see_drained(stage: Stage, ids: Collection[str] = ()) -> None:
+    """Return when no message is left, neither in the queue nor in a worker. ids: none of these.
 
     All is asked at once: what a worker puts back goes from the second to the first. A message that
     a worker has taken from the queue and not noted yet is nowhere; but then its connection does not
@@ -60,7 +60,10 @@ def see_drained(stage: Stage) -> None:
 
     def is_drained() -> bool:
         with client.pipeline(transaction=True) as asked:
-            left, clients = asked.exists(QUEUE, "unacked").client_list().execute()
+            queue, taken, clients = (
+                asked.lrange(QUEUE, 0, -1).hvals("unacked").client_list().execute()
+            )
+        left = [text for text in (*queue, *taken) if not ids or any(id_ in text for id_ in ids)]
         took = [one for one in clients if one["cmd"] == "brpop" and "b" not in one["flags"]]
         return not left and all(one["addr"] in own for one in took)
 

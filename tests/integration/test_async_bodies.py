@@ -155,6 +155,7 @@ RETURNED = {
 }  # fmt: skip
 
 
+@pytest.mark.usefixtures("small_heap")
 @pytest.mark.parametrize("way", RETURNED)
 def test_a_body_that_returns_what_is_to_be_awaited_fails_and_leaves_no_warning(
     app: Celery, nodes: Nodes, way: str
@@ -163,6 +164,7 @@ def test_a_body_that_returns_what_is_to_be_awaited_fails_and_leaves_no_warning(
     see_refused(task.apply, nodes)
 
 
+@pytest.mark.usefixtures("small_heap")
 def test_an_async_def_for_which_a_call_asks_for_a_lock_fails(app: Celery, nodes: Nodes) -> None:
     task = of_function(settle, lock_key=False)(app)
     see_refused(functools.partial(task.apply, lock={"key": "order"}), nodes)

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from celery import Celery
+from celery import Celery, current_app
+from celery._state import get_current_app
 from celery.beat import PersistentScheduler
 from celery.signals import after_task_publish, before_task_publish
 
@@ -164,8 +165,9 @@ def test_a_run_that_lost_its_lock_before_the_send_does_not_count(
     """Celery counts it before it sends it, and takes any Exception for a send that failed."""
     beat.lead().recorder.hooks["reserve"] = lambda scheduler: lose(LOCK, on=redlock)
     before = len(beat.recorder.saves)
-    eventually(lambda: beat.scheduler.tick() is not None and not beat.recorder.hooks)
-    assert (sent, len(beat.recorder.saves)) == ([], before)
+    with published(before_task_publish, lambda: None) as prepared:
+        eventually(lambda: beat.scheduler.tick() is not None and not beat.recorder.hooks)
+    assert (sent, len(beat.recorder.saves), prepared) == ([], before, [])
     assert "Message Error" not in caplog.text
     gc.collect()  # a shelf that is collected writes what it has
     assert beat.saved() == 0
@@ -283,6 +285,46 @@ def test_a_publish_is_not_retried_after_the_lock_is_lost(
         beat.scheduler.close()
 
 
+def test_a_beat_whose_broker_refuses_lets_another_lead_and_counts_nothing_as_sent(
+    app: Celery, tmp_path: Path, nodes: Nodes, sent: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    with EmbeddedNode() as broker:
+        app.conf.update(broker_url=broker.url, task_publish_retry_policy={"max_retries": 1})
+        app.conf.beat_schedule["note"]["schedule"] = 0.5
+        beat = Beat(app, tmp_path / "schedule").lead()
+        beat.see_sent(sent)
+        made = beat.recorder.made
+        broker.kill()
+        for times in (1, 2):  # the second time it leads, and has no connection from before
+            eventually(lambda: beat.scheduler.tick() is not None and len(made) == times)  # noqa: B023
+            eventually(lambda: beat.scheduler.tick() is not None and made[-1].is_discarded)
+            see_freed(nodes, LOCK)
+            assert 0 < beat.scheduler.tick() <= TTL / 3  # and stays behind
+            see_freed(nodes, LOCK)
+            assert beat.saved() == len(sent)
+        assert "its broker cannot be reached" in caplog.text
+        broker.start()
+        beat.see_sent(sent)
+        beat.scheduler.close()
+        assert beat.saved() == len(sent)
+
+
+def test_a_message_that_a_broker_does_not_take_stops_no_other(
+    app: Celery, tmp_path: Path, sent: list[str]
+) -> None:
+    with EmbeddedNode(proto_max_bulk_len="1mb") as broker:
+        large = {"task": "large", "schedule": 3600.0, "args": ["x" * 2_000_000]}
+        app.conf.update(broker_url=broker.url, task_publish_retry_policy={"max_retries": 1})
+        app.conf.beat_schedule["large"] = large
+        beat = Beat(app, tmp_path / "schedule").lead()
+        beat.see_sent(sent)
+        for _ in range(5):
+            beat.scheduler.tick()
+        (inner,) = beat.recorder.made
+        assert (sent, inner.is_discarded) == (["note"], False)
+        beat.scheduler.close()
+
+
 def test_the_interval_is_short_enough_to_see_a_loss_in_time(beat: Beat, sent: list[str]) -> None:
     beat.lead()
     beat.see_sent(sent)
@@ -334,6 +376,15 @@ def test_an_app_without_a_name_locks_beat(nodes: Nodes) -> None:
     app = Celery(broker="memory://", set_as_default=False)
     app.conf.redlock_nodes = [node.url for node in nodes]
     assert "    . lock -> beat\n" in LockedScheduler(app=app, lazy=True).info
+
+
+def test_the_current_app_is_an_app(app: Celery) -> None:
+    before = get_current_app()
+    app.set_current()
+    try:
+        assert "    . lock -> beat:shop\n" in LockedScheduler(app=current_app, lazy=True).info
+    finally:
+        before.set_current()
 
 
 @pytest.mark.parametrize("own", ["celery_redlock.beat:LockedScheduler", "celery.beat.Scheduler"])

@@ -18,9 +18,10 @@ import pytest
 
 from celery_redlock.tasks.per_app import redlock_of
 from celery_redlock.testing import WorkerProcess
-from tests.conftest import FREED, NODE_TIMEOUT, TTL, Nodes, eventually, paused
+from tests.conftest import NODE_TIMEOUT, TTL, Nodes, eventually, paused
 from tests.integration.conftest import ROOT, MakeStage, Stage
 from tests.pages import blocks, on_servers
+from tests.workers import ForkedWorker
 
 APP, LOCK = "tests.integration.beats", "beat:tests"
 SCHEDULER = "celery_redlock.beat:LockedScheduler"
@@ -55,13 +56,13 @@ class Beats:
         self, name: str, command: tuple[str, ...], env: dict[str, str] | None = None
     ) -> WorkerProcess:
         environment = {**self.stage.env, **(env or {})}
-        made = WorkerProcess(name, name=name, command=command, env=environment, cwd=ROOT)
+        made = ForkedWorker(name, name=name, command=command, env=environment, cwd=ROOT)
         self.stage.stack.push(made)  # removes its log
         self.stage.stack.callback(made.kill)
         made.launch()
         return made
 
-    def see_sends(self, by: int | None = None, within: float = 60.0, since: float = 0.0) -> int:
+    def see_sends(self, by: int | None = None, since: float = 0.0) -> int:
         """Return which process sends, once there are three sends by one, or by that one."""
         since = since or time.monotonic()
 
@@ -70,7 +71,7 @@ class Beats:
             known = [pid for pid in pids if by in (None, pid)]
             return known[0] if len(known) >= 3 else None
 
-        return eventually(sender, within) or 0
+        return eventually(sender) or 0
 
     def turns(self) -> list[int]:
         """Return the processes that sent, in order; one that sent twice in a row once."""
@@ -79,6 +80,15 @@ class Beats:
     def holders(self) -> list[str]:
         locks = redlock_of(self.stage.app).locks(LOCK).locks
         return sorted({str(lock.holder) for lock in locks if lock.held})
+
+    def keep(self, lock: str = LOCK) -> None:
+        """Let the lock end by a release alone: not by its ttl, for minutes.
+
+        A node whose first vote a rival had got has no key until the next renewal.
+        """
+        key = f"{{redlock}}:lock:{lock}"
+        kept = [node for node in self.stage.nodes if node.client().pexpire(key, 300_000)]
+        assert len(kept) > len(self.stage.nodes) // 2
 
     def of(self, beats: list[WorkerProcess], pid: int) -> WorkerProcess:
         return next(beat for beat in beats if beat.pid == pid)
@@ -91,16 +101,16 @@ def beats(make_stage: MakeStage, nodes: Nodes, tmp_path: Path) -> Beats:
 
 @pytest.fixture
 def lasting_beats(make_stage: MakeStage, nodes: Nodes, tmp_path: Path) -> Beats:
-    """Give beats whose lock does not expire by itself in `FREED` s."""
+    """Give beats whose lock has the default ttl."""
     return Beats(make_stage(nodes, **CONF), tmp_path, 30.0)
 
 
-def test_one_of_three_sends_and_at_a_clean_end_another_one_at_once(lasting_beats: Beats) -> None:
+def test_one_of_two_sends_and_at_a_clean_end_another_one_at_once(lasting_beats: Beats) -> None:
     beats = lasting_beats
-    processes = beats.start("one", "two", "three")
+    processes = beats.start("one", "two")
     leaders: list[int] = []
-    for left in (2, 1, 0):
-        leader = beats.see_sends(within=FREED if leaders else 60.0)
+    for left in (1, 0):
+        leader = beats.see_sends()
         waiting = [one for one in processes if one.runs and one.pid != leader]
         assert len(waiting) == left
         for one in waiting:
@@ -108,23 +118,21 @@ def test_one_of_three_sends_and_at_a_clean_end_another_one_at_once(lasting_beats
         (label,) = beats.holders()
         assert re.fullmatch(rf"beat, pid {leader} on \S+", label)
         leaders.append(leader)
+        beats.keep()
         ended = beats.of(processes, leader)
         ended.signal(signal.SIGTERM)
         assert ended.wait() == 0, ended.output()
     assert beats.turns() == leaders
-    eventually(lambda: beats.stage.is_free(LOCK), within=FREED)
+    eventually(lambda: beats.stage.is_free(LOCK))
 
 
 @pytest.mark.slow
-def test_after_a_kill_another_one_sends_within_the_ttl(beats: Beats) -> None:
+def test_after_a_kill_another_one_sends(beats: Beats) -> None:
     processes = beats.start("one", "two", "three")
     first = beats.see_sends()
     eventually(lambda: sum("beat waits" in one.output() for one in processes) == 2)
     beats.of(processes, first).kill()
-    killed = time.monotonic()
     second = beats.see_sends()
-    at = next(line.at for line in beats.stage.lines("sent") if line.pid == second)
-    assert 0 < at - killed < beats.ttl + 5.0
     assert beats.turns() == [first, second]
 
 
@@ -182,13 +190,14 @@ def test_in_a_worker(lasting_beats: Beats) -> None:
     first = beats.see_sends()
     assert first not in {worker.pid for worker in workers}
     assert beats.holders()[0].startswith(f"beat, pid {first} on ")
+    beats.keep()
     os.kill(first, signal.SIGKILL)
-    second = beats.see_sends(within=FREED)  # the worker releases the lock of its dead child
+    second = beats.see_sends()  # the worker releases the lock of its dead child
     assert beats.turns() == [first, second]
     for worker in workers:
         worker.signal(signal.SIGTERM)
     assert [worker.wait() for worker in workers] == [0, 0]
-    eventually(lambda: beats.stage.is_free(LOCK), within=FREED)
+    eventually(lambda: beats.stage.is_free(LOCK))
 
 
 @pytest.mark.slow
@@ -257,6 +266,7 @@ def run_of(database: Path) -> Any:
         connection.close()
 
 
+@pytest.mark.pages
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("redbeat") is None, reason="needs redbeat")
 def test_the_page_of_one_beat(make_stage: MakeStage, nodes: Nodes, tmp_path: Path) -> None:
@@ -279,5 +289,6 @@ def test_the_page_of_one_beat(make_stage: MakeStage, nodes: Nodes, tmp_path: Pat
     (leader,) = eventually(lambda: [one for one in processes if leads in one.output()])
     (standby,) = eventually(lambda: [one for one in processes if re.search(waits, one.output())])
     eventually(lambda: stage.broker.client().llen("celery") > 2)
+    beats.keep("beat:shop")
     leader.signal(signal.SIGTERM)
-    eventually(lambda: leads in standby.output(), within=FREED)
+    eventually(lambda: leads in standby.output())

@@ -12,9 +12,9 @@ from celery.exceptions import ChordError, TaskRevokedError
 
 from celery_redlock import Backoff, LockTaken, RedlockError
 from tests.conftest import eventually
-from tests.integration.conftest import Stage
+from tests.integration.conftest import STANDING, Stage
 
-WORKER = {"concurrency": 3}
+WORKER = STANDING
 WAITING = ("step", "asks")  # on_conflict="defer", and a callable that says so
 NOT_RUN = {"skip": TaskRevokedError, "fail": LockTaken}
 

@@ -21,6 +21,8 @@ from docs.console import (
 from docs.scenarios import SCENARIOS, SHOP
 from tests.pages import PAGES, blocks, name_of
 
+pytestmark = pytest.mark.pages
+
 BLOCKS = marked_blocks(all_pages())
 OURS = "$ celery -A shop redlock "
 # a task of hours that only this page has, and a command that does not end
@@ -46,6 +48,7 @@ def test_every_command_of_the_shop_has_a_marker(page: Path) -> None:
     assert bool(unmarked) == (name_of(page) in UNMARKED), unmarked
 
 
+@pytest.mark.pages
 @pytest.mark.slow
 @pytest.mark.timeout(1200)  # one world serves all pages
 @pytest.mark.parametrize("scenario", SCENARIOS)

@@ -13,8 +13,6 @@ from tests.conftest import Nodes, eventually
 from tests.integration.conftest import MakeStage, Stage, overlaps
 
 FEW, MANY = 50, 800
-CROWD, LIMIT = 120, 20  # messages that wait for one key, and that a worker may have
-PREFETCH = 2  # of a worker with two children, by the test app's settings
 MOST = 1.5  # times what each costs among few
 TICKS = os.sysconf("SC_CLK_TCK")
 

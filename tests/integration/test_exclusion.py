@@ -18,32 +18,35 @@ from tests.conftest import (
     keys_on,
     trust_nodes,
 )
-from tests.integration.conftest import MakeStage, Stage, overlaps
+from tests.integration.conftest import MakeStage, Stage, Standing, overlaps
 
 
 @pytest.mark.slow
-def test_100_runs_over_5_keys_on_two_workers_never_overlap_and_all_succeed(stage: Stage) -> None:
-    for name in ("w1", "w2"):
-        stage.worker(name, concurrency=4)
-    results = [stage.tasks.work.delay(f"key{n % 5}", 0.1) for n in range(100)]
+@pytest.mark.xdist_group("two workers")
+def test_100_runs_over_5_keys_on_two_workers_never_overlap_and_all_succeed(
+    of_two: Standing, key: str
+) -> None:
+    stage = of_two.stage
+    results = [stage.tasks.work.delay(f"{key}-{n % 5}", 0.1) for n in range(100)]
     assert [result.get(timeout=120) for result in results] == [0] * 100
     intervals = stage.intervals()
-    runs = {key: len(spans) for key, spans in intervals.items()}
-    assert runs == {f"key{n}": 20 for n in range(5)}
-    assert {key: overlaps(spans) for key, spans in intervals.items()} == {k: [] for k in intervals}
+    runs = {name: len(spans) for name, spans in intervals.items()}
+    assert runs == {f"{key}-{n}": 20 for n in range(5)}
+    assert {name: overlaps(spans) for name, spans in intervals.items()} == {k: [] for k in runs}
     everything = sorted(span for spans in intervals.values() for span in spans)
     assert overlaps(everything), "different keys ran one after another"
 
 
-def test_two_tasks_that_share_a_key_never_overlap_over_many_rounds(stage: Stage) -> None:
-    for name in ("w1", "w2"):
-        stage.worker(name, concurrency=4)
-    rounds = 0
+@pytest.mark.xdist_group("two workers")
+def test_two_tasks_that_share_a_key_never_overlap_over_many_rounds(
+    of_two: Standing, key: str
+) -> None:
+    stage, rounds = of_two.stage, 0
     for _ in range(10):
-        waves = [(stage.tasks.work.si("k", 0), stage.tasks.crowded.si("k")) for _ in range(10)]
+        waves = [(stage.tasks.work.si(key, 0), stage.tasks.crowded.si(key)) for _ in range(10)]
         rounds += len([call.delay() for wave in waves for call in wave])
         stage.wait_for("end", rounds)
-    spans = stage.intervals()["k"]
+    spans = stage.intervals()[key]
     assert len(spans) == rounds == 200
     assert not overlaps(spans)
 

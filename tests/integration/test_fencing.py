@@ -8,19 +8,19 @@ import pytest
 from celery import Celery
 
 from celery_redlock import LockedTask, RedlockError
-from tests.integration.conftest import Stage
+from tests.integration.conftest import Standing
 
 
-def test_each_run_has_a_greater_token_than_every_one_before_it(stage: Stage) -> None:
-    for name in ("w1", "w2"):
-        stage.worker(name, concurrency=2)
-    results = [stage.tasks.fenced.delay("k") for _ in range(12)]
+@pytest.mark.xdist_group("two workers")
+def test_each_run_has_a_greater_token_than_every_one_before_it(of_two: Standing, key: str) -> None:
+    stage = of_two.stage
+    results = [stage.tasks.fenced.delay(key) for _ in range(12)]
     for result in results:
         result.get(timeout=120)
     tokens = [line.more["token"] for line in sorted(stage.lines("token"), key=lambda li: li.at)]
     assert len(tokens) == 12
     assert tokens == sorted(set(tokens))
-    with stage.tasks.fenced.lock_for("k", wait=60) as lock:
+    with stage.tasks.fenced.lock_for(key, wait=60) as lock:
         assert lock.fencing_token > tokens[-1]
 
 

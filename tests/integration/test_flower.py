@@ -27,8 +27,9 @@ from tests.browser import browser
 from tests.conftest import Nodes
 from tests.integration import flower_shop
 from tests.integration.conftest import ROOT
+from tests.workers import ForkedWorker
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.pages, pytest.mark.slow]
 
 WORKERS = ("celery@web1", "celery@web2")
 HOLDER = "4c8f3226-0d5e-4a8e-9b55-2b1f0a6c7d11"  # the ids of the documentation
@@ -147,7 +148,7 @@ def flower(
 
         def launch(name: str, *words: str) -> WorkerProcess:
             command = [sys.executable, "-m", "celery", "-A", module, *words]
-            process = WorkerProcess(module, name=name, env=env, cwd=ROOT, command=command)
+            process = ForkedWorker(module, name=name, env=env, cwd=ROOT, command=command)
             stack.push(process.__exit__)
             process.launch()
             return process

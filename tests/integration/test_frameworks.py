@@ -10,7 +10,6 @@ import shutil
 import signal
 import socket
 import sqlite3
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -23,13 +22,15 @@ from typing import Any
 import pytest
 
 from celery_redlock.testing import EmbeddedNode, WorkerProcess
+from tests import fork_server
 from tests.conftest import NODE_TIMEOUT, TTL, Nodes, eventually, paused
 from tests.integration.conftest import ROOT, overlaps
 from tests.integration.zookeeper import Server, zookeeper_server
 from tests.pages import on_servers
+from tests.workers import ForkedWorker
 
 httpx = pytest.importorskip("httpx", reason="needs httpx")
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.pages, pytest.mark.slow]
 
 EXAMPLES = ROOT / "examples"
 FLASK_PAGE = ROOT / "docs" / "how-to" / "flask.md"
@@ -92,7 +93,7 @@ class Example:
 
     def start(self, *command: str, name: str) -> WorkerProcess:
         """Start a command of the reader; it is killed with its children when the test ends."""
-        made = WorkerProcess(name, name=name, command=command, cwd=self.folder, env=self.env)
+        made = ForkedWorker(name, name=name, command=command, cwd=self.folder, env=self.env)
         self.stack.push(made)  # removes its log
         self.stack.callback(made.kill)
         made.launch()
@@ -104,9 +105,8 @@ class Example:
 
     def run(self, *command: str) -> str:
         """Run a command of the reader to its end; return what it prints."""
-        ran = subprocess.run(
-            command, cwd=self.folder, env={**os.environ, **self.env}, capture_output=True,
-            text=True, check=False,
+        ran = fork_server.run(
+            command, cwd=self.folder, env={**os.environ, **self.env},
         )  # fmt: skip
         assert ran.returncode == 0, ran.stdout + ran.stderr
         return ran.stdout

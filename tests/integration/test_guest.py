@@ -5,11 +5,9 @@ from __future__ import annotations
 import os
 import re
 import signal
-import statistics
 import subprocess
 import sys
 import sysconfig
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -25,6 +23,7 @@ from tests.integration.conftest import ROOT
 
 OWN = ("celery_redlock", "celery_redlock_entry.py", "pytest_celery_redlock.py")
 HOOK = "celery_redlock_entry.look_at_worker"
+CARRIER = "celery_redlock.tasks.unique.send.carry_options"  # of sends by name with lock=
 MEASURED = {"names", "kilobytes", "cpu", "receivers", "sockets"}  # compared in other ways
 SPARE = 2  # sockets to its broker that a worker opens or not, as its greenlets happen to meet
 POOLS = ("prefork", "threads", "gevent", "solo")
@@ -95,16 +94,6 @@ class GuestWorker:
         )
         return reply[where[0]], child
 
-    def seconds_of_a_ping(self) -> float:
-        where, took = see_listening(self.app, "guest"), []
-        for _ in range(20):
-            began = time.perf_counter()
-            assert self.app.control.broadcast(
-                "ping", destination=where, reply=True, timeout=60, limit=1
-            )
-            took.append(time.perf_counter() - began)
-        return statistics.median(took)
-
     def lines(self) -> list[str]:
         varying = r"0x[0-9a-f]+|[0-9a-f-]{36}|[\d.]+|redis://\S+|/tmp/\S+"
         lines = [one for one in self._log.read_text().splitlines() if " succeeded in " not in one]
@@ -124,7 +113,7 @@ def worker(place: Place, pool: str, broker: str, folder: Path) -> Iterator[Guest
             yield GuestWorker(broker, log)
         finally:
             process.send_signal(signal.SIGTERM)
-            assert process.wait(60) == 0, log.read_text()
+            assert process.wait(120) == 0, log.read_text()
 
 
 @pytest.fixture
@@ -150,7 +139,9 @@ def differing(plain: Told, guest: Told) -> list[Any]:
         if ours["sockets"] > theirs["sockets"] + SPARE:
             found.append(("sockets", theirs["sockets"], ours["sockets"]))
         for name, receivers in ours["receivers"].items():
-            if [one for one in receivers if one != HOOK] != theirs["receivers"][name]:
+            if [one for one in receivers if one not in (HOOK, CARRIER)] != theirs["receivers"][
+                name
+            ]:
                 found.append((name, receivers))
     return found
 
@@ -166,7 +157,6 @@ def test_a_worker_that_locks_nothing_is_what_it_is_without_the_package(
             stack.enter_context(worker(place, pool, f"{broker.url[:-1]}{n}", tmp_path / str(n)))
             for n, place in enumerate(places)
         ]
-        pings = [one.seconds_of_a_ping() for one in workers]
 
         def found() -> list[list[Any]]:  # a thread or a connection may be about to end
             told = [one.look() for one in workers]
@@ -175,7 +165,7 @@ def test_a_worker_that_locks_nothing_is_what_it_is_without_the_package(
 
         looks: list[list[Told]] = []
         with suppress(AssertionError):
-            eventually(lambda: not any(found()), within=30)
+            eventually(lambda: not any(found()), within=60)
         assert [differing(looks[-1][0], one) for one in looks[-1][1:]] == [[], []]
         plain, *guests = looks[-1]
         for told in (one for guest in guests for one in guest):
@@ -184,7 +174,6 @@ def test_a_worker_that_locks_nothing_is_what_it_is_without_the_package(
     assert installed_main["kilobytes"] < 1.05 * main["kilobytes"]  # the package itself: 1.2
     assert installed_child["kilobytes"] < 1.05 * child["kilobytes"]
     assert installed_main["cpu"] < 1.2 * main["cpu"]  # 1.3 to 1.5
-    assert max(pings) < 5 * pings[0]
     for guest_worker in workers[1:]:
         assert guest_worker.lines() == workers[0].lines()
 
@@ -232,7 +221,7 @@ def test_a_command_is_what_it_is_without_the_package(
     plain, guest = (cost(place, arguments, broker.url, tmp_path) for place in (without, installed))
     assert guest.modules == plain.modules  # without that of the entry point itself
     assert len(plain.modules) > 100
-    assert guest.cpu < 1.15 * plain.cpu  # 1.4 with an import of the package
+    assert guest.cpu < 1.3 * plain.cpu  # 1.4 with an import of the package
     assert guest.kilobytes < 1.04 * plain.kilobytes  # 1.3
     lines = [line for line in guest.printed.splitlines() if "redlock" in line]
     if arguments == ("--help",):

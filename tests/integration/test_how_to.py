@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import importlib
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -21,12 +20,14 @@ from celery.exceptions import TaskRevokedError
 
 from celery_redlock import DuplicateTask, LockTaken
 from celery_redlock.testing import EmbeddedNode, WorkerProcess, hold
+from tests import fork_server
 from tests.conftest import NODE_TIMEOUT, Nodes, eventually, trust_nodes
 from tests.integration.conftest import ROOT, close_connections, no_shared_task_left
 from tests.pages import blocks, on_servers
 from tests.snippets import missing_names
+from tests.workers import ForkedWorker
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.pages, pytest.mark.slow]
 
 # each is one module of the app that the worker runs
 GUIDES = (
@@ -170,7 +171,7 @@ def guides(
         app = importlib.import_module("how_to").app
         stack.callback(app.close)
         stack.callback(close_connections, app)
-        worker = WorkerProcess(
+        worker = ForkedWorker(
             "how_to", name="how_to", concurrency=6, queues=QUEUES, env=env, cwd=folder
         )
         stack.enter_context(worker)
@@ -232,7 +233,7 @@ def in_module_call(command: str, task: str) -> str:
 def celery(app: str, command: str, guides: Guides) -> str:
     """Return what a command of Celery prints."""
     words = [sys.executable, "-m", "celery", "-A", app, *command.split()]
-    ran = subprocess.run(words, cwd=guides.folder, capture_output=True, text=True, check=False)
+    ran = fork_server.run(words, cwd=guides.folder)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     return ran.stdout
 
@@ -508,7 +509,7 @@ def test_the_first_five_minutes(tmp_path: Path) -> None:
         program = on_servers(tasks, server.url, ["", "", ""])
         (tmp_path / "tasks.py").write_text(program + PATIENT)
         (tmp_path / "send.py").write_text(send)
-        with WorkerProcess("tasks", name="start", concurrency=4, cwd=tmp_path) as worker:
+        with ForkedWorker("tasks", name="start", concurrency=4, cwd=tmp_path) as worker:
             client = server.client()
             command = [sys.executable, "send.py"]
             with Popen(command, cwd=tmp_path, stdout=PIPE, text=True) as sends:

@@ -8,7 +8,6 @@ import re
 import shlex
 import signal
 import socket
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,13 +20,15 @@ import yaml
 from celery import Celery
 
 from celery_redlock.testing import EmbeddedNode, WorkerProcess
+from tests import fork_server
 from tests.conftest import eventually
 from tests.integration.conftest import ROOT, close_connections
 from tests.integration.test_how_to import PATIENT, READERS, is_of_module, page_of
 from tests.pages import blocks, on_servers
 from tests.snippets import missing_names
+from tests.workers import ForkedWorker
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.pages, pytest.mark.slow]
 
 ALONE = ("kubernetes", "limit-a-queue", "lock-a-workflow", "strict-order")
 
@@ -44,9 +45,8 @@ class Shop:
     def run(self, code: str) -> str:
         """Run a block as a script; return what it prints."""
         command = [sys.executable, "-c", code]
-        ran = subprocess.run(
+        ran = fork_server.run(
             command, cwd=self.folder, env=env_of(self.folder), check=True, timeout=120,
-            stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
         return ran.stdout
 
@@ -99,7 +99,7 @@ def shop(
         codes = [block.code for block in blocks(page_of(name), "python")]
         sends = [code for code in codes if not is_of_module(code)]
         app = Celery(broker=server.url, backend=server.url)
-        runs = WorkerProcess("shop", name=name, env=env_of(folder), cwd=folder, **worker)
+        runs = ForkedWorker("shop", name=name, env=env_of(folder), cwd=folder, **worker)
         try:
             with runs:
                 try:
@@ -148,7 +148,7 @@ def test_a_chain_runs_on_its_own_workers_while_its_task_holds_the_lock(tmp_path:
     """A step in the queue of `deliver` would wait for the one slot that `deliver` holds."""
     with shop("lock-a-workflow", tmp_path, queues=["celery"], concurrency=1) as here:
         parts = {"queues": ["parts"], "env": env_of(tmp_path), "cwd": tmp_path}
-        with WorkerProcess("shop", name="parts", concurrency=1, **parts):
+        with ForkedWorker("shop", name="parts", concurrency=1, **parts):
             held = here.hold("post")
             first, second = (here.call("deliver", 7) for _ in range(2))
             eventually(lambda: here.begun("post") == 1)
@@ -261,7 +261,7 @@ def test_a_pod_that_is_ended_finishes_its_body_and_frees_its_lock(tmp_path: Path
     with shop("kubernetes", tmp_path, command=command) as here:
         (doctor,) = pod["initContainers"]
         checked = [sys.executable, "-m", *doctor["command"]]
-        subprocess.run(checked, cwd=tmp_path, env=env_of(tmp_path), check=True, timeout=120)
+        fork_server.run(checked, cwd=tmp_path, env=env_of(tmp_path), check=True, timeout=120)
         held = here.hold("take")
         sent, waits = (here.call("take", "sku-7", pieces) for pieces in (1, 2))
         eventually(lambda: here.begun("take"))
@@ -281,7 +281,7 @@ def test_beat_of_the_manifest_has_the_lock(tmp_path: Path) -> None:
     (beat,) = manifests()["shop-beat"]["containers"]
     command = [sys.executable, "-m", *beat["command"], "-l", "INFO"]
     with shop("kubernetes", tmp_path) as here:
-        one = WorkerProcess("shop", command=command, env=env_of(tmp_path), cwd=tmp_path)
+        one = ForkedWorker("shop", command=command, env=env_of(tmp_path), cwd=tmp_path)
         try:
             one.launch()
             eventually(lambda: "beat has the lock 'beat:shop'" in one.output())

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
-from statistics import median
 
 import pytest
 
 from celery_redlock.testing import EmbeddedNode
 from tests.conftest import Nodes
 from tests.integration.conftest import virtual_host
-from tests.integration.matrix.ends import PARENT, PLACES, RUN
+from tests.integration.matrix.ends import PLACES
 from tests.integration.matrix.stage import Stage, live
-
-GIVEN_BACK = (RUN, PARENT)
-AT_ONCE = 1.0  # s from an end to a free lock: in the middle, for a stall delays some of them
 
 
 @pytest.mark.slow
@@ -31,5 +27,3 @@ def test_every_end_leaves_the_lock_free_and_the_state_right(
         stage = Stage(stack, tmp_path, pool, broker, url, standing_broker, nodes)
         live(stage)
         assert not [cell for cell in stage.cells if cell.wrong], stage.report()
-        given_back = [c.took for c in stage.cells if c.freed in GIVEN_BACK and c.took is not None]
-        assert median(given_back) <= AT_ONCE, stage.report()

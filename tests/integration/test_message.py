@@ -14,9 +14,9 @@ from celery_redlock import SettingsError
 from celery_redlock.testing import EmbeddedNode
 from tests.conftest import Nodes, eventually
 from tests.integration import carried
-from tests.integration.conftest import MakeStage, Stage
+from tests.integration.conftest import STANDING, MakeStage, Stage
 
-WORKER = {"concurrency": 4}
+WORKER = STANDING
 OFTEN = {"max_wait": 3600}  # so that it does not wait for a release alone
 
 
@@ -48,46 +48,50 @@ def test_ten_deferrals_leave_a_task_all_its_retries_and_the_count_of_those_it_ha
     assert seen == [expected for _, _, expected in RETRIES]
 
 
-def test_a_deferral_keeps_everything_that_a_message_carries(
-    make_stage: MakeStage, nodes: Nodes
-) -> None:
-    stage = make_stage(nodes, accept_content=["json", "pickle"])
-    stage.worker(concurrency=1, queues=["other"])
-    carried.send(stage, "fresh", queue="other")
-    fresh, none = eventually(
-        lambda: carried.seen(stage, "fresh")[0] and carried.seen(stage, "fresh")
-    )
-    with stage.tasks.shows_its_message.lock_for(wait=60):
-        carried.send(stage, "back", queue="other")
-        eventually(lambda: len(carried.received(stage, "back")) >= 2)
-    back, deferrals = eventually(
-        lambda: carried.seen(stage, "back")[0] and carried.seen(stage, "back")
-    )
+def test_a_deferral_keeps_everything_that_a_message_carries(stage: Stage, key: str) -> None:
+    fresh_id, back_id = f"{key}-fresh", f"{key}-back"
+    with stage.consumed(key) as queue:
+        carried.send(stage, fresh_id, queue=queue)
+        fresh, none = eventually(
+            lambda: carried.seen(stage, fresh_id)[0] and carried.seen(stage, fresh_id)
+        )
+        with stage.tasks.shows_its_message.lock_for(wait=60):
+            carried.send(stage, back_id, queue=queue)
+            eventually(lambda: len(carried.received(stage, back_id)) >= 2)
+        back, deferrals = eventually(
+            lambda: carried.seen(stage, back_id)[0] and carried.seen(stage, back_id)
+        )
     assert none == 0
     assert deferrals >= 1
     assert carried.own_words(back) == carried.own_words(fresh)
     assert (back["exchange"], back["routing_key"]) == (fresh["exchange"], fresh["routing_key"])
-    assert (back["id"], back["correlation_id"]) == ("back", "back")
-    received = carried.received(stage, "back")
+    assert (back["id"], back["correlation_id"]) == (back_id, back_id)
+    received = carried.received(stage, back_id)
     assert received == [received[0]] * len(received)
     assert received[0] == {"content_type": "application/x-python-serialize", "delivery_mode": 1}
 
 
-def test_a_deferral_leaves_expires_where_it_was(stage: Stage) -> None:
-    expires = dt.datetime.now(dt.timezone.utc) + dt.timedelta(seconds=900)
-    with stage.tasks.shows_its_message.lock_for(wait=60):
-        result = stage.tasks.shows_its_message.apply_async(expires=expires, task_id="expiring")
-        stage.see_deferred(result)
-    seen = eventually(lambda: carried.seen(stage, "expiring")[0])
+@pytest.mark.parametrize("late", [False, True])
+def test_a_deferral_leaves_eta_and_expires_where_they_were(
+    stage: Stage, key: str, late: bool
+) -> None:
+    eta = dt.datetime.now(dt.UTC) - dt.timedelta(seconds=30)
+    expires = eta + dt.timedelta(seconds=900)
+    task = stage.tasks.shows_its_message_late if late else stage.tasks.shows_its_message
+    with task.lock_for(wait=60):
+        result = task.apply_async(eta=eta, expires=expires, task_id=key, lock=OFTEN)
+        stage.see_deferred(result, 2)
+    seen = eventually(lambda: carried.seen(stage, key)[0])
+    assert dt.datetime.fromisoformat(seen["eta"]) == eta
     assert dt.datetime.fromisoformat(seen["expires"]) == expires
 
 
-def test_a_task_without_a_parent_does_not_become_its_own(stage: Stage) -> None:
+def test_a_task_without_a_parent_does_not_become_its_own(stage: Stage, key: str) -> None:
     with stage.tasks.shows_its_message.lock_for(wait=60):
-        result = stage.tasks.shows_its_message.apply_async(task_id="orphan")
+        result = stage.tasks.shows_its_message.apply_async(task_id=key)
         stage.see_deferred(result)
-    seen = eventually(lambda: carried.seen(stage, "orphan")[0])
-    assert (seen["parent_id"], seen["root_id"]) == (None, "orphan")
+    seen = eventually(lambda: carried.seen(stage, key)[0])
+    assert (seen["parent_id"], seen["root_id"]) == (None, key)
     assert result.get(timeout=120) is None
     assert not result.children
 
@@ -156,40 +160,34 @@ def test_a_deferral_keeps_headers_beside_one_that_is_called_headers(stage: Stage
 
 
 def test_a_deferral_keeps_what_a_send_gave_to_its_publisher(stage: Stage) -> None:
-    carried.see_properties_kept(stage, user_id="somebody")
+    carried.see_properties_kept(stage, user_id="somebody", shop_user=3, shop_branch={"id": "b"})
 
 
-class TestAMessageForAnOlderVersionOfItsTask:
-    """It waits while its task is given one more argument."""
-
-    NEWER = "tests.integration.newer"
-
-    def test_fails_with_an_error_that_names_the_task_and_the_hint(self, own_stage: Stage) -> None:
-        stage = own_stage
-        with stage.tasks.rebuild.lock_for("k", wait=60):
-            older = stage.worker("older", concurrency=1)
-            result = stage.tasks.rebuild.apply_async(("k",), {"until": "s3cret"}, lock=OFTEN)
-            stage.see_deferred(result)
-            older.stop(timeout=60)  # killed, it would not give back what waits in it
-            stage.worker("newer", self.NEWER, concurrency=1)
-            with pytest.raises(SettingsError) as caught:
-                result.get(timeout=120)
-            after = stage.app.send_task(stage.tasks.rebuild.name, ("k", 7))
-            stage.see_deferred(after)
-        assert after.get(timeout=120) == "k"
-        said, name = str(caught.value), stage.tasks.rebuild.name
-        assert f"task '{name}': arguments=(1 by position, until by name): do not fit" in said
-        why = "missing 1 required positional argument: 'since'"
-        assert f"{name}(key, since, *, until=''): {why}" in said
-        assert "sent for another version of the task" in said
-        assert "s3cret" not in said
-        stage.see_freed("k:k")
-
-    def test_is_not_retried_for_a_retry_would_not_fit_either(self, own_stage: Stage) -> None:
-        stage = own_stage
-        stage.worker("newer", self.NEWER, concurrency=1)
-        result = stage.app.send_task(stage.tasks.step.name, ("k",))
-        with pytest.raises(SettingsError, match="another version"):
+def test_a_message_for_an_older_version_of_its_task_fails_and_is_not_retried(
+    own_stage: Stage,
+) -> None:
+    """It waits while its task is given one more argument; a retry would not fit either."""
+    stage = own_stage
+    with stage.tasks.rebuild.lock_for("k", wait=60):
+        older = stage.worker("older", concurrency=1)
+        result = stage.tasks.rebuild.apply_async(("k",), {"until": "s3cret"}, lock=OFTEN)
+        stage.see_deferred(result)
+        older.stop(timeout=60)  # killed, it would not give back what waits in it
+        stage.worker("newer", "tests.integration.newer", concurrency=1)
+        with pytest.raises(SettingsError) as caught:
             result.get(timeout=120)
-        assert stage.info(result)["status"] == "FAILURE"
-        assert stage.lines("begin", "step") == []
+        after = stage.app.send_task(stage.tasks.rebuild.name, ("k", 7))
+        stage.see_deferred(after)
+    assert after.get(timeout=120) == "k"
+    said, name = str(caught.value), stage.tasks.rebuild.name
+    assert f"task '{name}': arguments=(1 by position, until by name): do not fit" in said
+    why = "missing 1 required positional argument: 'since'"
+    assert f"{name}(key, since, *, until=''): {why}" in said
+    assert "sent for another version of the task" in said
+    assert "s3cret" not in said
+    stage.see_freed("k:k")
+    autoretried = stage.app.send_task(stage.tasks.step.name, ("k",))
+    with pytest.raises(SettingsError, match="another version"):
+        autoretried.get(timeout=120)
+    assert stage.info(autoretried)["status"] == "FAILURE"
+    assert stage.lines("step") == []

@@ -15,11 +15,12 @@ import pytest
 from celery import Celery
 
 from celery_redlock import Redlock
-from celery_redlock.testing import EmbeddedNode, WorkerProcess
+from celery_redlock.testing import EmbeddedNode
 from tests.conftest import Nodes, eventually
 from tests.postgres import PostgresNode
+from tests.workers import ForkedWorker
 
-MESSAGES = 16
+MESSAGES = 10
 PATIENCE = 5.0  # seconds for a node of a busy machine
 SHOP = f"""
 import json, os, time
@@ -37,7 +38,7 @@ def write(*words):
 @app.task(bind=True, base=LockedTask, lock_key="stock:{{sku}}", lock_fencing=True, acks_late=True)
 def take(self, sku, number):
     write("begin", number, self.lock.fencing_token)
-    time.sleep(0.5)
+    time.sleep(0.2)
     write("end", number, self.lock.fencing_token)
 """
 
@@ -59,13 +60,15 @@ class Shop:
         """Give two workers with these nodes; stop them by TERM at the end."""
         env = {"BROKER": self.broker.url, "NODES": " ".join(urls), "KIND": kind}
         made = [
-            WorkerProcess("shop", name=f"{kind}{number}", env=env, cwd=self.folder)
+            ForkedWorker("shop", name=f"{kind}{number}", concurrency=1, env=env, cwd=self.folder)
             for number in range(2)
         ]
         with made[0], made[1]:
             yield
             for worker in made:
                 worker.signal(signal.SIGTERM)
+            for worker in made:  # one that is killed would keep its messages unacknowledged
+                worker.wait(120)
 
     def log(self, *what: str) -> list[Any]:
         file = self.folder / "log"
@@ -109,7 +112,9 @@ def test_a_move_and_the_way_back_have_one_holder_at_a_time_and_lose_no_message(
         with shop.workers("redis", kinds["redis"]):
             shop.see_ended(MESSAGES)
     begun, ended = shop.log("begin"), shop.log("end")
-    assert sorted(line[3] for line in ended) == list(range(MESSAGES))
+    # a worker may stop after a body and before its acknowledgement: then the message comes once
+    # more, to nodes that know nothing of its run
+    assert {line[3] for line in ended} == set(range(MESSAGES))
     assert len(begun) == len(ended)
     spans = zip([line[0] for line in begun], [line[0] for line in ended], strict=True)
     assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans))

@@ -9,17 +9,20 @@ from celery import Celery
 
 from celery_redlock import LockedTask, LockTaken, SettingsError, current_lock
 from tests.conftest import Nodes, eventually, is_free, see_freed
-from tests.integration.conftest import Stage
+from tests.integration.conftest import STANDING, Stage, Standing, pools
+
+WORKER = STANDING
 
 
 @pytest.mark.parametrize("name", ["nests_early", "nests_late"])
-def test_a_worker_runs_a_body_that_takes_its_own_key_again(stage: Stage, name: str) -> None:
-    stage.worker(concurrency=2)
-    results = [getattr(stage.tasks, name).delay("k") for _ in range(4)]
+def test_a_worker_runs_a_body_that_takes_its_own_key_again(
+    stage: Stage, key: str, name: str
+) -> None:
+    results = [getattr(stage.tasks, name).delay(key) for _ in range(4)]
     assert [result.get(timeout=120) for result in results] == ["SUCCESS"] * 4
     assert {line.more["held"] for line in stage.lines("with", "after")} == {True}
     assert len(stage.lines("end")) == 4, "the inner bodies ran"
-    stage.see_freed("k:k")
+    stage.see_freed(f"k:{key}")
 
 
 def test_what_ends_inside_does_not_free_what_is_held_outside(app: Celery, nodes: Nodes) -> None:
@@ -79,13 +82,16 @@ def test_several_resources_take_again_what_is_held_and_add_the_rest(
     see_freed(nodes, "k:own")
 
 
-def test_another_run_does_not_nest_though_it_is_in_the_same_process(stage: Stage) -> None:
-    stage.worker(pool="threads", concurrency=2)
-    holder = stage.tasks.permitted.apply_async(("k",), {"until": "go"}, lock={"limit": 1})
+@pytest.mark.parametrize("pool", pools("threads", every=["threads"]))
+def test_another_run_does_not_nest_though_it_is_in_the_same_process(
+    of_pool: Standing, key: str
+) -> None:
+    stage, alone = of_pool.stage, {"limit": 1}
+    holder = stage.tasks.permitted.apply_async((key,), {"until": f"{key}-go"}, lock=alone)
     stage.wait_for("begin")
-    rival = stage.tasks.permitted.apply_async(("k",), lock={"limit": 1})
+    rival = stage.tasks.permitted.apply_async((key,), lock=alone)
     eventually(lambda: stage.deferrals(rival) >= 1)
-    stage.log.with_name("go").touch()
+    stage.log.with_name(f"{key}-go").touch()
     for result in (holder, rival):
         result.get(timeout=120)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import shutil
 import signal
 import subprocess
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -20,14 +21,9 @@ from kombu import Queue
 
 from celery_redlock.testing import EmbeddedNode, WorkerProcess
 from tests.conftest import Nodes, eventually, trust_nodes
-from tests.integration.conftest import Stage, set_stage, virtual_host
+from tests.integration.conftest import Stage, set_stage
 
-
-@pytest.fixture
-def rabbitmq() -> Iterator[str]:
-    """Give a virtual host of the test's own: the same queues have other arguments in the next."""
-    with virtual_host() as url:
-        yield url
+EXPIRY = 1.0  # s: of the queue that expires, in `tests.integration.app`
 
 
 @pytest.fixture(params=["odd"])
@@ -54,12 +50,10 @@ def count_ready(stage: Stage, queue: str) -> int:
             return -1
 
 
-def names_of_queues(stage: Stage) -> set[str]:
-    """Return the names of all queues; to ask RabbitMQ for one would put off its expiry."""
-    vhost = urlsplit(stage.env["TEST_BROKER"]).path.lstrip("/")
-    command = [str(shutil.which("rabbitmqctl")), "-q", "list_queues", "-p", vhost, "name"]
-    listed = subprocess.run(command, check=True, capture_output=True, text=True)
-    return {*listed.stdout.split()}
+def see_gone(stage: Stage, queue: str) -> None:
+    """Return when a queue is gone; it is asked rarely, for that puts its expiry off."""
+    while count_ready(stage, queue) >= 0:
+        time.sleep(1.5 * EXPIRY)
 
 
 def control(stage: Stage, worker: WorkerProcess, command: str, *queues: str, **more: Any) -> None:
@@ -75,46 +69,61 @@ def see_runs(stage: Stage, *results: Any) -> None:
         eventually(lambda result=result: stage.info(result)["status"] == "SUCCESS")
 
 
-def test_a_message_that_is_dead_lettered_and_comes_back_begins_anew(stage: Stage) -> None:
-    parked = {"x-message-ttl": 3000, "x-dead-letter-exchange": "",
-              "x-dead-letter-routing-key": "odd-retried"}  # fmt: skip
+@pytest.fixture
+def parked(stage: Stage) -> str:
+    """Give the queue of what is dead-lettered, from which the test lets it come back."""
+    back = {"x-dead-letter-exchange": "", "x-dead-letter-routing-key": "odd-retried"}
     with stage.app.connection_for_write() as connection:
-        Queue("odd-parked", queue_arguments=parked)(connection.default_channel).declare()
-    stage.worker(concurrency=2, queues=["odd-retried"])
-    task, plain = stage.tasks.late_end, stage.tasks.plain_end
-    with stage.tasks.work.lock_for("retried", wait=60):
-        result = task.apply_async(("retried", "reject"), queue="odd-retried")
-        stage.see_deferred(result)
-    beside = plain.apply_async(("plain", "reject"), queue="odd-retried")
-    for key in ("retried", "plain"):
-        eventually(lambda key=key: stage.runs_of(key))
-    with stage.tasks.work.lock_for("retried", wait=60):
-        eventually(lambda: stage.info(result)["status"] == "DEFERRED")
-        assert stage.info(result)["result"]["deferrals"] == 1  # not one more than in its first life
-    see_runs(stage, result, beside)
-    assert [stage.runs_of(key) for key in ("retried", "plain")] == [2, 2]
+        Queue("odd-parked", queue_arguments=back)(connection.default_channel).declare()
+    return "odd-parked"
 
 
-@pytest.mark.parametrize("ttl", [100, 700])
-def test_a_message_that_comes_back_at_once_runs_though_it_is_refused_a_lock(
-    stage: Stage, ttl: int
+def let_come_back(stage: Stage, parked: str, count: int) -> None:
+    """Have RabbitMQ dead-letter so many back, as a time to live would."""
+    with stage.app.connection_for_write() as connection, connection.channel() as channel:
+        for _ in range(count):
+            message = eventually(lambda: channel.basic_get(parked))
+            channel.basic_reject(message.delivery_tag, requeue=False)
+
+
+def test_a_message_that_is_dead_lettered_and_comes_back_begins_anew(
+    stage: Stage, parked: str
 ) -> None:
-    parked = {"x-message-ttl": ttl, "x-dead-letter-exchange": "",
-              "x-dead-letter-routing-key": "odd-retried"}  # fmt: skip
-    with stage.app.connection_for_write() as connection:
-        Queue("odd-parked", queue_arguments=parked)(connection.default_channel).declare()
-    stage.worker(concurrency=4, queues=["odd-retried"])
-    task, keys = stage.tasks.late_end, [f"soon{number}" for number in range(4)]
-    refused = 0
+    """It comes back at once, where it may look like a second delivery of its first life."""
+    stage.worker(concurrency=2, queues=["odd-retried"])
+    task, plain, lock_for = stage.tasks.late_end, stage.tasks.plain_end, stage.tasks.work.lock_for
+    with lock_for("deferred", wait=60):
+        deferred = task.apply_async(("deferred", "reject"), queue="odd-retried")
+        stage.see_deferred(deferred)
+    fresh = task.apply_async(("fresh", "reject"), queue="odd-retried")
+    beside = plain.apply_async(("plain", "reject"), queue="odd-retried")
+    keys = ("deferred", "fresh", "plain")
     for key in keys:
-        result = task.apply_async((key, "reject"), queue="odd-retried")
         eventually(lambda key=key: stage.runs_of(key))
-        with stage.tasks.work.lock_for(key, wait=60):
-            eventually(lambda result=result: stage.info(result)["status"] != "FAILURE")
-            refused += stage.info(result)["status"] == "DEFERRED"
-        see_runs(stage, result)
-    assert refused > 0  # the others came back before the test had the lock
-    assert [stage.runs_of(key) for key in keys] == [2] * len(keys)
+    with lock_for("deferred", wait=60), lock_for("fresh", wait=60):
+        let_come_back(stage, parked, len(keys))
+        for result in (deferred, fresh):
+            eventually(lambda result=result: stage.info(result)["status"] == "DEFERRED")
+        # not one more than in its first life
+        assert stage.info(deferred)["result"]["deferrals"] == 1
+    see_runs(stage, deferred, fresh, beside)
+    assert [stage.runs_of(key) for key in keys] == [2, 2, 2]
+
+
+def refused(stage: Stage, key: str, queues: list[str]) -> list[Any]:
+    """Send a message to each queue that is refused its lock, and decides once it is let."""
+    word = "at last defer"
+    results = [stage.tasks.decided.apply_async((key, word), queue=queue) for queue in queues]
+
+    def asked() -> int:
+        return sum(line.key == key for line in stage.lines("asked"))
+
+    eventually(lambda: asked() == len(queues))
+    return results
+
+
+def let_defer(stage: Stage, key: str) -> None:
+    stage.log.with_name(f"{key} decides").touch()
 
 
 def fill(stage: Stage, queue: str) -> list[Any]:
@@ -134,12 +143,11 @@ def test_early_acknowledged_what_a_full_queue_refuses_runs_in_its_slot_and_the_w
     queue = "odd-bounded"
     worker = stage.worker(concurrency=2, queues=[queue])
     with stage.tasks.work.lock_for("full", wait=60):
-        slots = {"queue": queue, "lock": {"wait": 8}}
-        held = [stage.tasks.work.apply_async(("full",), **slots) for _ in range(2)]
-        eventually(lambda: worker.output().count("received") == 2)
+        held = refused(stage, "full", [queue] * 2)
         others = [stage.tasks.work.apply_async((f"next{n}",), queue=queue) for n in range(2)]
         eventually(lambda: worker.output().count("received") == 4)
         others += fill(stage, queue)
+        let_defer(stage, "full")
         eventually(lambda: worker.output().count("cannot republish") >= 2)
         worker.signal(signal.SIGTERM)
         eventually(lambda: "Warm shutdown" in worker.output())
@@ -155,13 +163,13 @@ def test_a_queue_that_has_gone_is_declared_again_for_a_deferral(stage: Stage) ->
     queues = [f"odd-{name}" for name in ("deleted", "passing", "expiring")]
     worker = stage.worker(pool="threads", concurrency=6, queues=["odd", *queues])
     with stage.tasks.work.lock_for("gone", wait=60):
-        slots = {"lock": {"wait": 8}}
-        results = [stage.tasks.work.apply_async(("gone",), queue=q, **slots) for q in queues]
-        eventually(lambda: worker.output().count("received") == 3)
+        results = refused(stage, "gone", queues)
         control(stage, worker, "cancel_consumer", *queues)
         with stage.app.connection_for_write() as connection:
             connection.default_channel.queue_delete("odd-deleted")
-        eventually(lambda: not names_of_queues(stage) & {*queues})
+        for queue in queues:
+            see_gone(stage, queue)
+        let_defer(stage, "gone")
         eventually(lambda: worker.output().count("] deferred: ") == 3)
         eventually(lambda: {count_ready(stage, queue) for queue in queues[:2]} == {1})
         control(stage, worker, "add_consumer", *queues)
@@ -172,19 +180,16 @@ def test_a_queue_that_has_gone_is_declared_again_for_a_deferral(stage: Stage) ->
 @pytest.mark.slow
 def test_a_message_whose_queue_is_gone_for_good_runs_in_its_slot_or_fails(stage: Stage) -> None:
     queue = f"odd-{uuid.uuid4().hex[:8]}"  # that no child knows, for it is added after the fork
-    tasks = (stage.tasks.work,)
-    worker = stage.worker(concurrency=4, queues=["odd"])
+    worker = stage.worker(concurrency=2, queues=["odd"])
     control(stage, worker, "add_consumer", queue)
     with stage.tasks.work.lock_for("kept", wait=60):
         with stage.tasks.work.lock_for("freed", wait=60):
-            slots = {"queue": queue, "lock": {"wait": 5}}
-            runs, fails = (
-                [task.apply_async((key,), **slots) for task in tasks] for key in ("freed", "kept")
-            )
-            eventually(lambda: worker.output().count("received") == 2)
+            runs, fails = (refused(stage, key, [queue]) for key in ("freed", "kept"))
             control(stage, worker, "cancel_consumer", queue)
             with stage.app.connection_for_write() as connection:
                 connection.default_channel.queue_delete(queue)
+            for key in ("freed", "kept"):
+                let_defer(stage, key)
             eventually(lambda: worker.output().count("cannot republish") >= 2)
         see_runs(stage, *runs)
         for result in fails:

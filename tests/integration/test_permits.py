@@ -7,14 +7,13 @@ from typing import Any
 import pytest
 
 from celery_redlock import SettingsError
-from celery_redlock.testing import WorkerProcess
-from tests.conftest import TTL, Nodes, eventually
-from tests.integration.conftest import MakeStage, Stage, overlaps
+from tests.conftest import eventually
+from tests.integration.conftest import Stage, Standing, overlaps
 
 LIMIT = 3  # of `permitted`
 HIGHER = 5
 PLAIN = {"limit": 1}
-WORKER = {"concurrency": HIGHER + 1}  # a slot is left if all bodies that may run are in one
+pytestmark = pytest.mark.xdist_group("two workers")
 
 
 def most_at_once(spans: list[tuple[float, float]]) -> int:
@@ -26,9 +25,10 @@ def most_at_once(spans: list[tuple[float, float]]) -> int:
     return most
 
 
-@pytest.fixture(scope="module", autouse=True)
-def second_worker(standing_stage: tuple[Stage, WorkerProcess]) -> WorkerProcess:
-    return standing_stage[0].worker("w2", **WORKER)
+@pytest.fixture
+def stage(of_two: Standing) -> Stage:
+    """Give a stage with two workers; each has a slot left if all that may run are in it."""
+    return of_two.stage
 
 
 def go(stage: Stage, name: str) -> None:
@@ -77,26 +77,25 @@ def test_a_plain_lock_waits_for_its_own_permit_alone(stage: Stage, key: str) -> 
 
 
 def test_workers_with_old_and_new_settings_together_are_never_more_than_the_larger_limit(
-    make_stage: MakeStage, nodes: Nodes
+    stage: Stage, key: str
 ) -> None:
-    settings = {"held": {"ttl": TTL}, "waiting": {"ttl": 2 * TTL, "limit": LIMIT}}
-    for queue, options in settings.items():
-        stage = make_stage(nodes, redlock_queues={"*": options})
-        stage.worker(f"of-{queue}", queues=[queue], concurrency=4)
-    together = {"held": 1, "waiting": 2}  # however fast they are, two of the new worker meet
-    results = [
-        stage.tasks.shares.apply_async(("k", queue, together[queue]), queue=queue)
-        for _ in range(15)
-        for queue in settings
-    ]
-    for result in results:
-        result.get(timeout=120)
+    """A worker's settings are those of the queue that it alone takes from."""
+    together = {f"old-{key}": 1, f"new-{key}": 2}  # however fast they are, two of the new meet
+    old, new = together
+    with stage.consumed(old), stage.consumed(new, "w2"):
+        results = [
+            stage.tasks.shares.apply_async((key, queue, together[queue]), queue=queue)
+            for _ in range(15)
+            for queue in together
+        ]
+        for result in results:
+            result.get(timeout=120)
     intervals = stage.intervals()
-    assert len(intervals["k"]) == 30
-    assert most_at_once(intervals["k"]) <= LIMIT
-    assert not overlaps(intervals["held"]), "the old worker's limit is 1"
-    assert overlaps(intervals["waiting"]), "the new worker's limit is larger"
-    stage.see_freed("p:k", "p:k#1", "p:k#2")
+    assert len(intervals[key]) == 30
+    assert most_at_once(intervals[key]) <= LIMIT
+    assert not overlaps(intervals[old]), "the old worker's limit is 1"
+    assert overlaps(intervals[new]), "the new worker's limit is larger"
+    stage.see_freed(f"p:{key}", f"p:{key}#1", f"p:{key}#2")
 
 
 def test_each_doctor_sees_one_at_a_time_and_the_clinic_two(stage: Stage, key: str) -> None:
@@ -124,7 +123,7 @@ def test_each_doctor_sees_one_at_a_time_and_the_clinic_two(stage: Stage, key: st
 
 
 def test_a_callable_is_asked_at_each_try_where_the_run_is(
-    stage: Stage, worker: WorkerProcess, key: str
+    of_two: Standing, stage: Stage, key: str
 ) -> None:
     said, until = stage.log.with_name(f"limit-{key}"), f"{key}-go"
     said.write_text("1")
@@ -140,7 +139,7 @@ def test_a_callable_is_asked_at_each_try_where_the_run_is(
     assert most_at_once(stage.intervals()[key]) == 2
     asked = [line.pid for line in stage.lines("asked") if line.key == key]
     assert len(asked) >= 4
-    assert worker.pid not in asked
+    assert not {worker.pid for worker in of_two.workers} & {*asked}
     for wrong in ("0", "'2'", "{'adapts': 2}"):
         said.write_text(wrong)
         with pytest.raises(SettingsError, match=r"task 'tests.adapts': limit="):
@@ -173,27 +172,27 @@ def test_a_redelivery_whose_callable_raises_leaves_the_state_to_its_first_delive
 
 
 def test_two_at_once_in_a_queue_over_all_workers_and_tasks_without_a_key(
-    make_stage: MakeStage, nodes: Nodes
+    stage: Stage, key: str
 ) -> None:
-    stage = make_stage(nodes, redlock_queues={"hel*": {"key": "{queue}", "limit": 2}})
-    for name in ("w1", "w2"):
-        stage.worker(name, queues=["held"], concurrency=3)
+    """As the settings say of queues whose names begin with "two-at-once"."""
+    queue, until = f"two-at-once-{key}", f"{key}-go"
     tasks = (stage.tasks.of_queue, stage.tasks.also_of_queue)
-    results = [
-        task.apply_async(("of queue", f"{task.name} {n}", "go"), queue="held")
-        for task in tasks
-        for n in range(2)
-    ]
-    own = stage.tasks.visit.apply_async(("x", "y"), queue="held", lock={"limit": {}})
-    assert own.get(timeout=120) is None  # a task with a key of its own
-    eventually(lambda: begun(stage, "of queue") == 2)
-    eventually(lambda: sum(stage.deferrals(result) >= 1 for result in results) == 2)
-    assert begun(stage, "of queue") == 2
-    go(stage, "go")
-    for result in results:
-        result.get(timeout=120)
-    assert most_at_once(stage.intervals()["of queue"]) == 2
-    stage.see_freed("held", "held#1")
+    with stage.consumed(queue), stage.consumed(queue, "w2"):
+        results = [
+            task.apply_async((key, f"{task.name} {n}", until), queue=queue)
+            for task in tasks
+            for n in range(2)
+        ]
+        own = stage.tasks.visit.apply_async((f"{key}-x", "y"), queue=queue, lock={"limit": {}})
+        assert own.get(timeout=120) is None  # a task with a key of its own
+        eventually(lambda: begun(stage, key) == 2)
+        eventually(lambda: sum(stage.deferrals(result) >= 1 for result in results) == 2)
+        assert begun(stage, key) == 2
+        go(stage, until)
+        for result in results:
+            result.get(timeout=120)
+    assert most_at_once(stage.intervals()[key]) == 2
+    stage.see_freed(queue, f"{queue}#1")
 
 
 @pytest.mark.slow

@@ -4,43 +4,65 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
+from itertools import pairwise
 from pathlib import Path
+from types import ModuleType
 
 import jsonschema
 import pytest
+from celery import Celery
+from celery.bin.celery import celery
+from click.testing import CliRunner, Result
 
 from celery_redlock import Redlock
-from celery_redlock.lock.postgres import schema
+from celery_redlock.lock.postgres import address, schema
 from tests.conftest import eventually
-from tests.integration.conftest import ROOT
+from tests.integration.conftest import ROOT, close_connections
 from tests.pages import blocks
-from tests.postgres import PostgresNode, pooler, standby
+from tests.postgres import PostgresNode, pooler, standby, standing_node
 
 SCHEMAS = json.loads((ROOT / "docs" / "command-line.schema.json").read_text())
-SHOP = """
-from celery import Celery
-app = Celery("shop", broker="memory://")
-app.conf.redlock_nodes = [{url!r}]
-"""
 PAGE = ROOT / "docs" / "how-to" / "postgresql.md"
+ANEW = (
+    "ALTER DATABASE postgres RESET ALL", "ALTER ROLE postgres RESET ALL",
+    "DROP SCHEMA IF EXISTS redlock CASCADE", "REVOKE pg_monitor FROM locks",
+)  # fmt: skip
 
 
-@pytest.fixture
-def server(postgres_template: Path) -> Iterator[PostgresNode]:
-    """Give a server without the schema, with a user `locks` who may only connect."""
+@pytest.fixture(scope="module")
+def standing_server(postgres_template: Path) -> Iterator[PostgresNode]:
     with PostgresNode(postgres_template, fsync=False) as made:
         made.query("CREATE ROLE locks LOGIN")
         yield made
 
 
-def setup(folder: Path, url: str, *words: str) -> subprocess.CompletedProcess[str]:
-    (folder / "shop.py").write_text(SHOP.format(url=url))
-    line = [sys.executable, "-m", "celery", "-A", "shop", "redlock", "setup", *words]
-    return subprocess.run(line, cwd=folder, capture_output=True, text=True, check=False)
+@pytest.fixture
+def server(standing_server: PostgresNode) -> Iterator[PostgresNode]:
+    """Give a server without the schema, with a user `locks` who may only connect."""
+    yield standing_server
+    names = "SHOW synchronous_standby_names"
+    standing_server.query("ALTER SYSTEM RESET ALL")  # else what follows waits for a standby
+    standing_server.query("SELECT pg_reload_conf()")
+    eventually(lambda: standing_server.query(names) == [("",)])
+    for sql in ANEW:
+        standing_server.query(sql)
+
+
+def setup(url: str, *words: str) -> Result:
+    """Run `celery redlock setup` in this process, of an app with this node."""
+    app = Celery("shop", broker="memory://", set_as_current=False)
+    app.conf.redlock_nodes = [url]
+    module = ModuleType("shop")
+    module.__dict__["app"] = app
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "shop", module)
+        done = CliRunner().invoke(celery, ["-A", "shop", "redlock", "setup", *words])
+    close_connections(app)
+    app.close()
+    return done
 
 
 def as_locks(server: PostgresNode) -> str:
@@ -56,57 +78,82 @@ def cause(url: str) -> str:
 
 
 def test_a_user_without_the_right_to_create_a_schema_is_told_what_to_do(
-    server: PostgresNode, tmp_path: Path
+    server: PostgresNode,
 ) -> None:
-    done = setup(tmp_path, as_locks(server))
-    assert done.returncode == 1
-    (line,) = done.stderr.splitlines()
+    done = setup(as_locks(server))
+    assert done.exit_code == 1
+    (line,) = done.output.splitlines()
     assert "permission denied for database postgres (run it as a user with the right" in line
     assert "`redlock setup --sql`" in line
 
 
-def test_setup_creates_the_schema_once(server: PostgresNode, tmp_path: Path) -> None:
+def test_setup_creates_the_schema_once(server: PostgresNode) -> None:
     assert cause(server.url).endswith(
         "(run `celery -A shop redlock setup` once, with the right to create a schema)"
     )
     shown = []
     for _ in range(2):
-        shown.append(json.loads(setup(tmp_path, server.url, "--json").stdout))
+        shown.append(json.loads(setup(server.url, "--json").stdout))
         jsonschema.validate(shown[-1], {**SCHEMAS, "$ref": "#/$defs/setup"})
     assert [one["created"] for one in shown] == [True, False]
     assert cause(server.url) == ""
 
 
 @pytest.mark.parametrize("way", ["by setup", "by its statements"])
-def test_setup_works_whatever_the_default_isolation_is(
-    server: PostgresNode, tmp_path: Path, way: str
-) -> None:
+def test_setup_works_whatever_the_default_isolation_is(server: PostgresNode, way: str) -> None:
     server.query("ALTER DATABASE postgres SET default_transaction_isolation = 'serializable'")
     if way == "by setup":
-        assert setup(tmp_path, server.url).returncode == 0
+        assert setup(server.url).exit_code == 0
     else:
-        server.query(setup(tmp_path, server.url, "--sql").stdout)
+        server.query(setup(server.url, "--sql").stdout)
     assert cause(server.url) == ""
 
 
-def test_setup_leaves_the_schema_of_another_release_alone(
-    server: PostgresNode, tmp_path: Path
+def test_setup_leaves_the_schema_of_a_newer_release_alone(server: PostgresNode) -> None:
+    server.setup()
+    server.query("CREATE OR REPLACE FUNCTION redlock.version() RETURNS int RETURN 99")
+    done = setup(server.url)
+    assert done.exit_code == 1
+    assert "NEWERSCHEMA version 99" in done.output
+    assert "install that newer release" in done.output
+    assert server.query("SELECT redlock.version()") == [(99,)]
+
+
+@pytest.mark.parametrize("way", ["by setup", "by its statements"])
+def test_setup_moves_the_schema_of_an_earlier_release(server: PostgresNode, way: str) -> None:
+    server.setup()
+    server.query("GRANT USAGE ON SCHEMA redlock TO locks")
+    server.query("CREATE OR REPLACE FUNCTION redlock.version() RETURNS int RETURN 1")
+    assert "which moves the schema in place" in cause(server.url)
+    if way == "by setup":
+        shown = json.loads(setup(server.url, "--json").stdout)
+        jsonschema.validate(shown, {**SCHEMAS, "$ref": "#/$defs/setup"})
+        assert (shown["created"], shown["moved"]) == (False, True)
+    else:
+        server.query(setup(server.url, "--sql").stdout)
+    assert cause(server.url) == ""
+    assert "already" in setup(server.url).output
+
+
+def test_setup_says_that_clients_may_hold_locks_of_a_schema_that_was_dropped(
+    server: PostgresNode,
 ) -> None:
     server.setup()
-    server.query("CREATE OR REPLACE FUNCTION redlock.version() RETURNS int RETURN 0")
-    done = setup(tmp_path, server.url)
-    assert done.returncode == 1
-    assert "OTHERSCHEMA version 0" in done.stderr
-    assert "DROP SCHEMA redlock CASCADE" in done.stderr
-    assert server.query("SELECT redlock.version()") == [(0,)]
+    with Redlock([server.url]) as made, made.lock("r", ttl=60, wait=60):
+        server.query("DROP SCHEMA redlock CASCADE")
+        assert "it grants locks after a grace period" in setup(server.url).output
+        server.query("DROP SCHEMA redlock CASCADE")
+        shown = json.loads(setup(server.url, "--json").stdout)
+        jsonschema.validate(shown, {**SCHEMAS, "$ref": "#/$defs/setup"})
+        assert (shown["created"], shown["trusted"]) == (True, False)
 
 
 def test_the_statements_of_setup_and_the_rights_of_the_page_are_enough(
-    server: PostgresNode, tmp_path: Path
+    server: PostgresNode,
 ) -> None:
-    printed = json.loads(setup(tmp_path, as_locks(server), "--sql", "--json").stdout)
+    printed = json.loads(setup(as_locks(server), "--sql", "--json").stdout)
     jsonschema.validate(printed, {**SCHEMAS, "$ref": "#/$defs/setup"})
-    assert setup(tmp_path, as_locks(server), "--sql").stdout.strip() == printed["sql"].strip()
+    assert setup(as_locks(server), "--sql").stdout.strip() == printed["sql"].strip()
     server.query(printed["sql"])
     assert "needs USAGE of the schema redlock" in cause(as_locks(server))
     code = "\n".join(block.code for block in blocks(PAGE, "postgresql"))
@@ -141,15 +188,31 @@ def test_the_doctor_says_if_no_message_arrives_through_a_pooler(server: Postgres
         assert "Connection refused" in cause
 
 
+def test_the_doctor_says_if_messages_of_other_connections_do_not_arrive(
+    server: PostgresNode, postgres_template: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.setup()
+    with standing_node(postgres_template) as other:
+        monkeypatch.setattr(address, "HEARD_WITHIN", 0.5)
+        elsewhere = f"{server.url}?listen_host=127.0.0.1&listen_port={other.port}"
+        [(setting, cause)] = doubts(elsewhere)
+    assert (setting, cause) == (
+        "messages",
+        "no message of another connection came within 0.5 s",
+    )
+
+
 def test_the_doctor_says_which_settings_of_the_server_cost_locks_or_time(
     server: PostgresNode,
 ) -> None:
     server.setup()
     server.query("ALTER ROLE postgres SET default_transaction_isolation TO serializable")
     server.query("ALTER ROLE postgres SET statement_timeout TO '30s'")
+    server.query("ALTER ROLE postgres SET idle_session_timeout TO '1h'")
     assert doubts(server.url) == [
         ("default_transaction_isolation", "serializable"),
         ("statement_timeout", "30s"),
+        ("idle_session_timeout", "1h"),
     ]
     server.query("ALTER ROLE postgres RESET ALL")
     server.query("ALTER SYSTEM SET synchronous_standby_names TO 'away'")
@@ -191,3 +254,24 @@ def test_the_doctor_counts_connections_and_long_transactions(
     assert used[1].endswith(" of 40")
     assert open_for[0] == "transactions"
     assert open_for[1].endswith(" older than 0 seconds")
+
+
+def test_what_setup_and_doctor_ask_is_not_for_a_standby_that_lags(server: PostgresNode) -> None:
+    """A pooler that balances reads sends none of a transaction that began with what may write."""
+    server.query("ALTER DATABASE postgres SET log_statement = 'all'")
+    before = len(server.log())
+    assert setup(server.url).exit_code == 0
+    assert setup(server.url).exit_code == 0
+    doubts(server.url)
+    server.query("ALTER DATABASE postgres RESET log_statement")
+    words = r"LOG:  (?:statement|execute [^:]*): *(\S+ ?\S*)"
+    asked, is_open = re.findall(words, server.log()[before:]), False
+    for one, after in pairwise(asked):
+        if one.startswith("BEGIN"):
+            is_open = True
+            assert after.startswith("SELECT pg_catalog.set_config('search_path'")
+        elif one.startswith("COMMIT"):
+            is_open = False
+        else:
+            assert is_open or "set_config" in one or one.startswith("ALTER"), asked
+    assert sum(one.startswith("BEGIN") for one in asked) == 3

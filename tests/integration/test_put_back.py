@@ -142,7 +142,10 @@ def raising(error: BaseException, also: Callable[[], object]) -> Iterator[list[s
 @pytest.fixture
 def away(make_stage: MakeStage, nodes: Nodes) -> Iterator[tuple[Stage, EmbeddedNode]]:
     with EmbeddedNode() as broker:
-        stage = make_stage(nodes, broker, result_backend=nodes[0].url)
+        # else Celery's events, which nobody hears, try for seconds to connect
+        soon = {"max_retries": 1, "interval_start": 0.0, "interval_max": 0.0}
+        conf = {"result_backend": nodes[0].url, "broker_transport_options": soon}
+        stage = make_stage(nodes, broker, **conf)
         broker.kill()
         yield stage, broker
 

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
+import time
 from collections.abc import Iterator
-from datetime import datetime, timedelta, timezone
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
 
 from celery_redlock.testing import embedded_nodes
+from tests import fork_server
 from tests.conftest import PATIENCE, Nodes, eventually, trust_nodes
-from tests.integration.conftest import ROOT, MakeStage, Stage
+from tests.integration.conftest import ROOT, MakeStage, Stage, slow_but
 from tests.integration.deliveries import QUEUE, deliver
 from tests.integration.test_twins import MAY_RUN as UNKNOWN
 
@@ -36,7 +37,7 @@ def new_nodes() -> Iterator[Nodes]:
 def trust(command: str) -> None:
     """Run the arguments of a `celery` command; the environment names broker and nodes."""
     line = [sys.executable, "-m", "celery", *command.split(), "--yes"]
-    told = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=False)
+    told = fork_server.run(line, cwd=ROOT)
     assert told.returncode == 0, told.stderr
 
 
@@ -45,7 +46,7 @@ def next_try(stage: Stage, result: Any) -> datetime:
 
 
 def is_long_before(at: datetime) -> bool:
-    return datetime.now(timezone.utc) < at - timedelta(seconds=10)
+    return datetime.now(UTC) < at - timedelta(seconds=10)
 
 
 @pytest.mark.slow
@@ -91,41 +92,37 @@ def test_the_first_start_says_one_plain_line_and_its_command_starts_what_waits(
     assert is_long_before(min(tries))
 
 
-def test_a_redelivery_that_cannot_ask_for_its_first_delivery_is_started_as_well(
-    make_stage: MakeStage, new_nodes: Nodes
+@pytest.mark.parametrize("pool", slow_but(["threads"], ["threads", "gevent"]))
+def test_an_operators_word_for_enough_nodes_starts_what_waits(
+    make_stage: MakeStage, new_nodes: Nodes, pool: str
 ) -> None:
+    """Also a redelivery that cannot ask for its first delivery."""
     stage = make_stage(new_nodes, redlock_max_ttl=600)
-    worker = stage.worker(concurrency=2)
-    result = stage.tasks.late.apply_async(("k",), queue="held-back")
+    worker = stage.worker(concurrency=2, pool=pool)
+    again = stage.tasks.late.apply_async(("again",), queue="held-back")
     payload = json.loads(str(stage.broker.client().rpop("held-back")))
     payload["properties"]["delivery_info"]["routing_key"] = QUEUE
     deliver(stage, json.dumps(payload))
-    waits = re.compile(rf"{result.id}\] .*{UNKNOWN}.*; it checks again in (\d+)")
+    waits = re.compile(rf"{again.id}\] .*{UNKNOWN}.*; it checks again in (\d+)")
     found = eventually(lambda: waits.search(worker.output()))
     assert int(found[1]) > 20
     # it is in the room, and subscribed: `trust` reaches it
     ask = stage.app.control.broadcast
     eventually(lambda: any(map(any, map(dict.values, ask("redlock_waiting", reply=True)))))
-    at = datetime.now(timezone.utc) + timedelta(seconds=int(found[1]))
-    trust_nodes(new_nodes)
-    assert result.get(timeout=120) == 0
-    assert is_long_before(at)
 
-
-@pytest.mark.parametrize("pool", ["gevent", "threads"])
-def test_an_operators_word_for_enough_nodes_starts_what_waits(
-    make_stage: MakeStage, new_nodes: Nodes, pool: str
-) -> None:
-    stage = make_stage(new_nodes, redlock_max_ttl=600)
-    stage.worker(concurrency=2, pool=pool)
     result = stage.tasks.work.apply_async(("k",), lock={"backoff": LONG})
     stage.see_deferred(result)
     trust_nodes(new_nodes[:1])
     stage.see_deferred(result, times=2)  # it tried, and one node is no quorum
     at = next_try(stage, result)
+    checks = [int(seconds) for seconds in waits.findall(worker.output())]
+    due = time.monotonic() + min(checks)
+    assert stage.lines("begin") == []
     trust_nodes(new_nodes[1:2])
-    assert result.get(timeout=120) == 0
+    assert [one.get(timeout=120) for one in (result, again)] == [0, 0]
     assert is_long_before(at)
+    (begun,) = [line for line in stage.lines("begin") if line.key == "again"]
+    assert begun.at < due - 10, "it ran because its time had come"
 
 
 def test_nodes_that_are_back_start_what_waits_for_them(

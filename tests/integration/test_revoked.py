@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -13,23 +14,28 @@ from tests.integration.conftest import Stage
 LATER = Backoff(first=1e7, cap=1e7)  # s: by itself it does not try again
 
 
-@pytest.mark.parametrize("name", ["work", "late"])
-def test_a_copy_stays_revoked_in_the_worker_that_comes_after(
-    stage: Stage, tmp_path: Path, name: str
-) -> None:
-    task, known = getattr(stage.tasks, name), [f"--statedb={tmp_path / 'state'}"]
+def test_a_copy_stays_revoked_in_the_worker_that_comes_after(stage: Stage, tmp_path: Path) -> None:
+    tasks, known = (stage.tasks.work, stage.tasks.late), [f"--statedb={tmp_path / 'state'}"]
     first = stage.worker("w1", concurrency=1, options=known)
-    with task.lock_for("k", wait=60):
-        result = task.apply_async(("k",), lock={"backoff": LATER, "ttl": 60})
-        stage.see_deferred(result)
-        result.revoke()
-        eventually(lambda: f"Tasks flagged as revoked: {result.id}" in first.output())
-        first.stop(60)  # which mostly gives it back before it could look at it again
+    with ExitStack() as held:
+        revoked = []
+        for task in tasks:
+            held.enter_context(task.lock_for(task.name, wait=60))
+            revoked.append(task.apply_async((task.name,), lock={"backoff": LATER, "ttl": 60}))
+            stage.see_deferred(revoked[-1])
+        for result in revoked:
+            result.revoke()
+        for result in revoked:
+            said = f"Tasks flagged as revoked: {result.id}"
+            eventually(lambda said=said: said in first.output())
+        first.stop(60)  # which mostly gives them back before it could look at them again
         second = stage.worker("w1", concurrency=1, options=known)
-        eventually(lambda: stage.info(result)["status"] == "REVOKED")
-    assert task.delay("k").get(timeout=120) == 0
-    assert len(stage.lines("begin")) == 1, second.output()
-    stage.see_freed("k:k")
+        for result in revoked:
+            eventually(lambda result=result: stage.info(result)["status"] == "REVOKED")
+    for task in tasks:
+        assert task.delay(task.name).get(timeout=120) == 0
+        stage.see_freed(f"k:{task.name}")
+    assert len(stage.lines("begin")) == 2, second.output()
 
 
 @pytest.mark.slow

@@ -8,19 +8,10 @@ import pytest
 from celery.exceptions import TaskRevokedError
 
 from celery_redlock import LockLost, LockTaken, SettingsError
-from tests.conftest import PATIENCE, eventually
-from tests.integration.conftest import Stage
+from tests.conftest import eventually
+from tests.integration.conftest import STANDING, Stage
 
-QUEUES = {
-    "other": {"on_conflict": "fail"},
-    "he*": {"key": "{queue}:{key}", "on_conflict": "skip"},
-    "wait*": {"max_wait": 0.2},
-}
-
-
-# time for a stall: a run that hears no quorum in time spends its budget
-CONF = {"redlock_node_timeout": PATIENCE, "redlock_queues": QUEUES, "result_extended": True}
-WORKER = {"concurrency": 3}
+WORKER = STANDING
 
 
 def begun(stage: Stage, key: str) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from typing import Any
 
@@ -11,10 +10,11 @@ import pytest
 from celery import Celery
 
 from celery_redlock import Backoff, LockTaken, SettingsError, send_unique
+from tests import fork_server
 from tests.conftest import eventually
-from tests.integration.conftest import Stage
+from tests.integration.conftest import STANDING, Stage, Standing, pools
 
-WORKER = {"concurrency": 1}
+WORKER = STANDING
 OPTIONS = {"on_conflict": "fail", "backoff": Backoff()}
 SENDER = """
 import json, sys
@@ -37,7 +37,7 @@ def test_a_send_by_name_carries_the_options_of_its_call(
     with stage.tasks.work.lock_for(key, wait=60):
         for sent in (app.send_task(name, (key,), lock=OPTIONS), by_signature.apply_async()):
             with pytest.raises(LockTaken):
-                sent.get(timeout=30)
+                sent.get(timeout=60)
     other.close()
 
 
@@ -47,9 +47,9 @@ def test_a_process_without_a_locked_task_carries_the_options_of_its_call(
     known = [stage.app.conf.broker_url, stage.tasks.work.name, key]
     command = [sys.executable, "-c", SENDER, json.dumps(known)]
     with stage.tasks.work.lock_for(key, wait=60):
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+        done = fork_server.run(command, check=True, timeout=60)
         with pytest.raises(LockTaken):
-            stage.app.AsyncResult(done.stdout.strip()).get(timeout=30)
+            stage.app.AsyncResult(done.stdout.strip()).get(timeout=60)
 
 
 @pytest.mark.parametrize("wrong", [{"tll": 3}, {"ttl": -1}, 3, [("ttl", 9)]], ids=str)
@@ -58,18 +58,17 @@ def test_a_send_by_name_with_a_wrong_option_fails_when_it_runs(
 ) -> None:
     sent = stage.app.send_task(stage.tasks.work.name, (key,), lock=wrong)
     with pytest.raises(SettingsError, match="call: lock="):
-        sent.get(timeout=30)
+        sent.get(timeout=60)
 
 
+@pytest.mark.parametrize("pool", pools("solo", every=["solo"]))
 def test_a_worker_says_that_a_task_takes_no_lock_which_options_of_one_came_for(
-    stage: Stage, key: str
+    of_pool: Standing,
 ) -> None:
-    queue, name = f"queue-{key}", stage.tasks.clock.name
-    worker = stage.worker(key, concurrency=1, queues=[queue])
+    name = of_pool.stage.tasks.clock.name
     for _ in range(2):
-        sent = stage.app.send_task(name, lock={"ttl": 9}, queue=queue)
-        assert sent.get(timeout=60)
-    assert worker.output().count(f"{name} takes no lock") == 1
+        assert of_pool.stage.app.send_task(name, lock={"ttl": 9}).get(timeout=60)
+    assert of_pool.workers[0].output().count(f"{name} takes no lock") == 1
 
 
 def test_a_send_by_name_says_that_it_is_not_deduplicated(
@@ -88,5 +87,5 @@ def test_a_deduplicated_send_by_name_keeps_its_options_beside_its_window(
     with task.lock_for(key, wait=60):
         sent = send_unique(stage.app, task.name, (key,), **how)
         with pytest.raises(LockTaken):
-            sent.get(timeout=30)
+            sent.get(timeout=60)
     eventually(lambda: not any(node.client().keys(pattern) for node in stage.nodes))

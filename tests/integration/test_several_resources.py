@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 
 from celery_redlock import SettingsError
-from tests.conftest import PATIENCE, eventually
-from tests.integration.conftest import Stage, overlaps
+from tests.conftest import eventually
+from tests.integration.conftest import STANDING, Stage, overlaps
 
-CONF = {"redlock_node_timeout": PATIENCE}  # time for a stall: else a free one is in the way
-WORKER = {"concurrency": 4}
+WORKER = STANDING
 PAIRS = 40  # of tasks that name their two resources in opposite orders
 
 

@@ -12,8 +12,9 @@ import pytest
 from celery_redlock import Redlock, signals
 from celery_redlock.lock.model.keys import lock_key
 from tests.conftest import NODE_TIMEOUT, TTL, Nodes, eventually
-from tests.integration.conftest import Line, Stage
+from tests.integration.conftest import STANDING, Line, Stage
 
+WORKER = STANDING
 NAMES = [name for name in signals.__all__ if name.islower()]
 
 
@@ -70,23 +71,22 @@ def test_what_befalls_a_lock_and_its_nodes_is_told_in_the_redlocks_name(
     assert (lost.resource, bool(lost.reason)) == ("s", True)
 
 
-def test_what_befalls_a_run_is_told_in_its_tasks_name(stage: Stage) -> None:
+def test_what_befalls_a_run_is_told_in_its_tasks_name(stage: Stage, key: str) -> None:
     stage.log.with_name("signals").touch()
-    stage.worker(concurrency=1)
     task = stage.tasks.work
-    with task.lock_for("k", wait=60):
-        skipped = task.apply_async(("k",), lock={"on_conflict": "skip"})
+    with task.lock_for(key, wait=60):
+        skipped = task.apply_async((key,), lock={"on_conflict": "skip"})
         eventually(lambda: stage.info(skipped)["status"] == "REVOKED")
-        deferred = task.delay("k")
+        deferred = task.delay(key)
         stage.see_deferred(deferred)
     deferred.get(timeout=120)
-    stage.see_freed("k:k")
+    stage.see_freed(f"k:{key}")
 
     def of(name: str) -> list[Line]:
         return [line for line in stage.lines(name) if line.pid != os.getpid()]
 
     (of_skip,) = of("lock_skipped")
-    assert (of_skip.key, of_skip.more["sender"]) == ("k:k", task.name)
+    assert (of_skip.key, of_skip.more["sender"]) == (f"k:{key}", task.name)
     assert "lock_for" in of_skip.more["reason"]
     of_deferrals = [line.more for line in of("lock_deferred")]
     assert {one["sender"] for one in of_deferrals} == {task.name}

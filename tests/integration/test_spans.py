@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,11 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from celery_redlock import Backoff, Redlock
 from tests.conftest import Nodes, eventually
-from tests.integration.conftest import MakeStage, Stage
+from tests.integration.conftest import STANDING, MakeStage, Stage, StandingStages, slow_but
 
 SLOW = Backoff(first=1e7, cap=1e7)
 Span = dict[str, Any]
+pytestmark = pytest.mark.xdist_group("spans")
 
 
 def spans_of(stage: Stage, result: Any) -> list[Span]:
@@ -43,24 +45,31 @@ def see_span(stage: Stage, result: Any, outcome: str) -> Span:
     return eventually(found) or {}
 
 
+@pytest.fixture
+def traced(
+    request: pytest.FixtureRequest, standing_stages: StandingStages, pool: str
+) -> Iterator[Stage]:
+    """Give a standing stage whose worker records spans, in a pool that is the test's parameter."""
+    how = {**STANDING, "module": "tests.integration.traced", "pool": pool}
+    with standing_stages.lend(request.node, **how) as lent:
+        yield lent.stage
+
+
 @pytest.mark.parametrize("pool", ["prefork", "threads"])
-def test_each_delivery_has_what_became_of_its_lock_on_its_span(
-    make_stage: MakeStage, nodes: Nodes, pool: str
-) -> None:
-    stage = make_stage(nodes)
-    stage.worker(module="tests.integration.traced", pool=pool, concurrency=3)
-    held = stage.tasks.until.delay("k", "go")
+def test_each_delivery_has_what_became_of_its_lock_on_its_span(traced: Stage, key: str) -> None:
+    stage, resource = traced, f"k:{key}"
+    held = stage.tasks.until.delay(key, f"{key}-go")
     stage.wait_for("begin")
-    waiting = stage.tasks.fenced.apply_async(("k",), lock={"backoff": SLOW, "wait": 0.1})
+    waiting = stage.tasks.fenced.apply_async((key,), lock={"backoff": SLOW, "wait": 0.1})
     # the instrumentation keeps one span for each task id: the next delivery comes after this one
     republish = see_span(stage, waiting, "deferred")["attributes"]
-    skipped = stage.tasks.work.apply_async(("k",), lock={"on_conflict": "skip"})
+    skipped = stage.tasks.work.apply_async((key,), lock={"on_conflict": "skip"})
     with pytest.raises(TaskRevokedError):
         skipped.get(timeout=120)
-    stage.log.with_name("go").touch()
+    stage.log.with_name(f"{key}-go").touch()
     token = waiting.get(timeout=120)
 
-    assert republish["redlock.resource"] == "k:k"
+    assert republish["redlock.resource"] == resource
     assert held.id in republish["redlock.holder"]
     assert republish["redlock.deferrals"] >= 1
     assert republish["redlock.countdown"] >= 0
@@ -71,10 +80,10 @@ def test_each_delivery_has_what_became_of_its_lock_on_its_span(
     assert ran["redlock.held_for"] > 0
     assert "is held by" in see_span(stage, skipped, "skipped")["attributes"]["redlock.reason"]
     first = see_span(stage, held, "released")["attributes"]
-    assert (first["redlock.resource"], first["redlock.deferrals"]) == ("k:k", 0)
+    assert (first["redlock.resource"], first["redlock.deferrals"]) == (resource, 0)
 
 
-@pytest.mark.parametrize("pool", ["prefork", "threads"])
+@pytest.mark.parametrize("pool", slow_but(["prefork"], ["prefork", "threads"]))
 def test_a_worker_may_import_opentelemetry_after_its_app_has_finalized(
     make_stage: MakeStage, nodes: Nodes, pool: str
 ) -> None:
@@ -86,20 +95,17 @@ def test_a_worker_may_import_opentelemetry_after_its_app_has_finalized(
     assert "receivers before the import: 0" in worker.output()
 
 
-def test_a_lock_that_is_not_the_runs_own_is_an_event_on_its_span(
-    make_stage: MakeStage, nodes: Nodes
-) -> None:
-    stage = make_stage(nodes)
-    stage.worker(module="tests.integration.traced", pool="threads")
-    result = stage.app.send_task("tests.integration.traced.takes_another", ("k",))
-    span = see_span(stage, result, "released")
-    assert span["attributes"]["redlock.resource"] == "outer:k"
+@pytest.mark.parametrize("pool", ["threads"])
+def test_a_lock_that_is_not_the_runs_own_is_an_event_on_its_span(traced: Stage, key: str) -> None:
+    result = traced.app.send_task("tests.integration.traced.takes_another", (key,))
+    span = see_span(traced, result, "released")
+    assert span["attributes"]["redlock.resource"] == f"outer:{key}"
     told = [(event["name"], event["attributes"]["redlock.resource"]) for event in span["events"]]
     assert told == [
-        ("redlock.acquired", "k:k"),
-        ("redlock.acquired", "outer:k beside"),
-        ("redlock.released", "outer:k beside"),
-        ("redlock.released", "k:k"),
+        ("redlock.acquired", f"k:{key}"),
+        ("redlock.acquired", f"outer:{key} beside"),
+        ("redlock.released", f"outer:{key} beside"),
+        ("redlock.released", f"k:{key}"),
     ]
 
 

@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import re
+import threading
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,13 +20,12 @@ from celery.exceptions import TaskRevokedError
 
 from celery_redlock import LockedTask, LockTaken, QuorumUnreachable, SettingsError
 from celery_redlock.tasks.per_app import redlock_of
-from celery_redlock.testing import EmbeddedNode
+from celery_redlock.testing import EmbeddedNode, WorkerProcess
 from tests.conftest import PATIENCE, Nodes, eventually, trust_nodes
-from tests.integration.conftest import PASSWORD, MakeStage, Stage, slow_but
-from tests.integration.deliveries import watched
+from tests.integration.conftest import PASSWORD, STANDING, MakeStage, Stage
+from tests.integration.deliveries import heard, run_here, watched
 
-CONF = {"redlock_node_timeout": PATIENCE}  # time for a stall: else a holder has no name
-WORKER = {"concurrency": 4, "options": ["-E"]}
+WORKER = STANDING
 
 
 def test_deferred_says_what_it_waits_for_and_until_when(stage: Stage, key: str) -> None:
@@ -55,15 +55,39 @@ def test_deferred_is_stored_before_the_message_is_published(stage: Stage, key: s
     asked.unlink()
 
 
-@pytest.mark.parametrize("tracked", [pytest.param(True, marks=pytest.mark.slow), False])
-def test_started_means_that_the_lock_is_held(
-    make_stage: MakeStage, nodes: Nodes, tracked: bool
+@pytest.mark.parametrize("is_stored", [True, False])
+def test_deferred_is_stored_unless_the_app_has_no_place_for_it(
+    make_stage: MakeStage, nodes: Nodes, is_stored: bool
 ) -> None:
-    stage, task_id = make_stage(nodes, task_track_started=tracked), str(uuid.uuid4())
+    stage = make_stage(nodes, redlock_store_deferred=is_stored)
+    task, task_id = stage.tasks.work, str(uuid.uuid4())
+    with heard(stage, "task-deferred") as events, task.lock_for("k", wait=60):
+        run = threading.Thread(target=lambda: run_here(task, "k", id=task_id))
+        run.start()  # in this one the lock is held already
+        run.join()
+        eventually(lambda: [event["uuid"] for event in events] == [task_id])
+    state = stage.info(stage.app.AsyncResult(task_id))["status"]
+    assert state == ("DEFERRED" if is_stored else "PENDING")
+
+
+def test_started_means_that_the_lock_is_held(stage: Stage, key: str) -> None:
+    see_started_under_its_lock(stage, key)
+
+
+@pytest.mark.slow
+def test_started_means_so_where_it_is_stored_for_every_task(
+    make_stage: MakeStage, nodes: Nodes, key: str
+) -> None:
+    stage = make_stage(nodes, task_track_started=True)
     stage.worker(concurrency=1)
+    see_started_under_its_lock(stage, key)
+
+
+def see_started_under_its_lock(stage: Stage, key: str) -> None:
+    task_id = str(uuid.uuid4())
     with states_stored(stage, task_id) as stored:
-        with stage.tasks.work.lock_for("k", wait=60):
-            result = stage.tasks.sees_its_state.apply_async(("k",), task_id=task_id)
+        with stage.tasks.work.lock_for(key, wait=60):
+            result = stage.tasks.sees_its_state.apply_async((key,), task_id=task_id)
             stage.see_deferred(result)
         result.get(timeout=120)
         in_order = list(itertools.takewhile("SUCCESS".__ne__, stored))
@@ -85,7 +109,6 @@ def states_stored(stage: Stage, task_id: str) -> Iterator[Iterator[str]]:
 
 PICKLED = {"result_serializer": "pickle", "accept_content": ["json", "pickle"]}
 BACKENDS: dict[str, dict[str, Any]] = {
-    "redis": {},
     "redis, pickled": PICKLED,
     "rpc": {"result_backend": "rpc://"},
     "rpc, pickled": {"result_backend": "rpc://", **PICKLED},
@@ -94,28 +117,38 @@ BACKENDS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("backend", slow_but(["redis"], [*BACKENDS]))
+def test_each_state_is_stored_where_results_are(
+    stage: Stage, worker: WorkerProcess, key: str
+) -> None:
+    see_states(stage, worker, key)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_the_states_are_the_same_in_each_result_backend(
-    make_stage: MakeStage, nodes: Nodes, tmp_path: Path, backend: str
+    make_stage: MakeStage, nodes: Nodes, tmp_path: Path, key: str, backend: str
 ) -> None:
     conf = dict(BACKENDS[backend])
     if "result_backend" in conf:
         conf["result_backend"] = conf["result_backend"].format(folder=tmp_path)
     stage = make_stage(nodes, **conf)
-    worker = stage.worker(concurrency=2)
-    with stage.tasks.until.lock_for("k", "go", wait=60):
-        result = stage.tasks.until.delay("k", "go")
+    see_states(stage, stage.worker(concurrency=2), key)
+
+
+def see_states(stage: Stage, worker: WorkerProcess, key: str) -> None:
+    with stage.tasks.until.lock_for(key, wait=60):
+        result = stage.tasks.until.delay(key, f"{key}-go")
         eventually(lambda: result.state == "DEFERRED")
         info = result.info
         assert sorted(info) == ["deferrals", "holder", "next_try", "resource", "waited"]
-        assert info["resource"] == "k:k"
-        skipped = stage.tasks.work.apply_async(("k",), lock={"on_conflict": "skip"})
+        assert info["resource"] == f"k:{key}"
+        skipped = stage.tasks.work.apply_async((key,), lock={"on_conflict": "skip"})
         with pytest.raises(TaskRevokedError):
             skipped.get(timeout=120)
         assert skipped.state == "REVOKED"
     eventually(lambda: result.state == "STARTED")
     assert result.info["hostname"].startswith("w1@")
-    stage.log.with_name("go").touch()
+    stage.log.with_name(f"{key}-go").touch()
     assert result.get(timeout=120).startswith("w1@")
     assert result.state == "SUCCESS"
     assert "cannot report" not in worker.output()
@@ -258,29 +291,14 @@ def test_a_send_is_a_new_one_from_the_start_of_a_body_without_a_lock(
     second.get(timeout=120)
 
 
-def test_without_a_quorum_each_deferral_says_how_long_it_has_been_so(
-    make_stage: MakeStage, mortal_nodes: Nodes
-) -> None:
-    stage, short = make_stage(mortal_nodes), {"first": 0.4, "cap": 0.4}
-    for node in mortal_nodes[:2]:
-        node.kill()
-    worker = stage.worker(concurrency=1)
-    result = stage.tasks.work.apply_async(("k",), lock={"backoff": short})
-    stage.see_deferred(result, 2)
-    waited = stage.info(result)["result"]["waited"]
-    stage.see_deferred(result, stage.deferrals(result) + 1)
-    assert 0 < waited < stage.info(result)["result"]["waited"]
-    line = r"lock 'k:k' has no quorum of 2 nodes \(\S+: .*; \S+: .*\); it tries again in [\d.]+ s\n"
-    assert re.search(line, worker.output())
-
-
 def test_without_a_quorum_whoever_waits_is_told_by_every_rule_or_it_runs_unlocked(
     make_stage: MakeStage, mortal_nodes: Nodes
 ) -> None:
-    stage = make_stage(mortal_nodes)
+    stage, short = make_stage(mortal_nodes), {"first": 0.4, "cap": 0.4}
     worker = stage.worker(concurrency=3)
     for node in mortal_nodes[:2]:
         node.kill()
+    waiting = stage.tasks.work.apply_async(("waits",), lock={"backoff": short})
     for lock, error in (
         ({"on_unreachable": "fail"}, QuorumUnreachable),
         ({"on_conflict": "skip", "max_wait": 0.2}, QuorumUnreachable),
@@ -292,6 +310,12 @@ def test_without_a_quorum_whoever_waits_is_told_by_every_rule_or_it_runs_unlocke
     running = stage.tasks.loses.apply_async(("k",), lock={"on_unreachable": "run"})
     assert running.get(timeout=120) == "went on"
     assert "runs WITHOUT its lock" in worker.output()
+    stage.see_deferred(waiting, 2)
+    waited = stage.info(waiting)["result"]["waited"]  # each deferral says how long it has been so
+    stage.see_deferred(waiting, stage.deferrals(waiting) + 1)
+    assert 0 < waited < stage.info(waiting)["result"]["waited"]
+    line = r"lock 'k:waits' has no quorum of 2 nodes \(\S+: .*; \S+: .*\); it tries again in "
+    assert re.search(line + r"[\d.]+ s\n", worker.output())
 
 
 @pytest.mark.parametrize(
@@ -323,22 +347,20 @@ def test_without_a_result_backend_nothing_is_written_and_the_lock_works(
     assert not [key for key in stage.broker.client().keys("*") if "meta" in key]
 
 
-@pytest.mark.parametrize("said", ["by settings", "by the call"])
+@pytest.mark.parametrize("said", ["by the task", "by the call"])
 def test_where_only_errors_are_wanted_they_are_stored_and_nothing_else(
-    make_stage: MakeStage, nodes: Nodes, said: str
+    stage: Stage, worker: WorkerProcess, key: str, said: str
 ) -> None:
-    by_settings = said == "by settings"
-    stage = make_stage(
-        nodes, task_ignore_result=by_settings, task_store_errors_even_if_ignored=True
+    by_task, ended = said == "by the task", stage.app.AsyncResult
+    task, call = (
+        (stage.tasks.ignored, {}) if by_task else (stage.tasks.work, {"ignore_result": True})
     )
-    worker, ended = stage.worker(concurrency=1), stage.app.AsyncResult
-    call = {} if by_settings else {"ignore_result": True}
-    with stage.tasks.work.lock_for("k", wait=60):
+    with task.lock_for(key, wait=60):
         for on_conflict, error in (("skip", TaskRevokedError), ("fail", LockTaken)):
-            sent = stage.tasks.work.apply_async(("k",), lock={"on_conflict": on_conflict}, **call)
+            sent = task.apply_async((key,), lock={"on_conflict": on_conflict}, **call)
             with pytest.raises(error):
                 ended(sent.id).get(timeout=120)
-        deferred = stage.tasks.work.apply_async(("k",), **call)
+        deferred = task.apply_async((key,), **call)
         eventually(lambda: f"[{deferred.id}] deferred" in worker.output())
         assert stage.info(deferred)["status"] == "PENDING"
     stage.wait_for("end")
@@ -366,8 +388,7 @@ def test_a_worker_says_at_its_start_what_its_nodes_say(
     make_stage: MakeStage, mortal_nodes: Nodes
 ) -> None:
     stage = make_stage(mortal_nodes, redlock_node_timeout=PATIENCE)  # each says it once
-    first = stage.worker("w1", concurrency=1)
-    eventually(lambda: "3 of 3 lock nodes answer, 2 needed" in first.output())
     mortal_nodes[0].kill()
-    second = stage.worker("w2", concurrency=1)
-    eventually(lambda: "2 of 3 lock nodes answer, 2 needed; failing: 127.0.0.1" in second.output())
+    said = "2 of 3 lock nodes answer, 2 needed; failing: 127.0.0.1"
+    worker = stage.worker(pool="solo")
+    eventually(lambda: said in worker.output())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import itertools
 import os
-import subprocess
 import sys
 from typing import Any
 
@@ -19,11 +18,15 @@ import celery_redlock
 from celery_redlock import LockedTask, LockTaken, Redlock, RedlockError, SettingsError, current_lock
 from celery_redlock.tasks.worker_request import Request
 from celery_redlock.testing import EmbeddedNode
+from tests import fork_server
 from tests.conftest import PATIENCE, Nodes, eventually
 from tests.integration.conftest import ROOT, MakeStage, Stage, no_shared_task_left
 
 # a module that a stage imports anew gives its shared tasks to each app that is still there, too
-pytestmark = pytest.mark.filterwarnings("ignore:Task name .vendor.* is already registered")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Task name .vendor.* is already registered"),
+    pytest.mark.xdist_group("vendor"),
+]
 
 KINDS = ("plain", "bound", "late_ack", "retried", "shared", "class", "late")
 numbers = itertools.count()
@@ -388,7 +391,7 @@ celery_redlock.install(app)
 print(app.tasks["vendor.sync"].lock_for("a").resource)
 """
     run = [sys.executable, "-c", program]
-    said = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    said = fork_server.run(run, cwd=ROOT, check=True, package=False).stdout
     assert said.split() == ["True", "account:a"]
 
 
@@ -416,9 +419,7 @@ app.worker_main(["worker", "-P", "solo", "-l", "CRITICAL", "--without-mingle"])
 """
     run = [sys.executable, "-c", program]
     env = {**os.environ, "C_FORCE_ROOT": "1"}
-    told = subprocess.run(
-        run, cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=240
-    )
+    told = fork_server.run(run, cwd=ROOT, env=env, timeout=240, package=False)
     said = [line for line in told.stdout.splitlines() if line.startswith(("held", "imported"))]
     assert said == ["imported: False", "held: account:a"], told.stderr
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,10 @@ import pytest
 
 from celery_redlock.testing import EmbeddedNode, WorkerProcess
 from tests.conftest import Nodes, eventually
-from tests.integration.conftest import Stage, overlaps, set_stage, slow_but
+from tests.integration.conftest import STANDING, Stage, Standing, overlaps, pools, set_stage
 from tests.integration.deliveries import heard, messages_of, see_drained
 
-POOLS = ("prefork", "threads", "solo", "gevent")
-FAST = ("prefork", "gevent")
+WORKER = STANDING
 COUNT = 6  # messages that wait for one lock
 LONG = {"backoff": {"first": 1e7, "cap": 1e7}}  # s: longer than any test
 ACKS = pytest.mark.parametrize("name", ["work", "late"], ids=["acks early", "acks late"])
@@ -47,7 +46,7 @@ def wait_behind(
 def see_each_run_once(stage: Stage, key: str, results: list[Any]) -> None:
     for result in results:
         eventually(lambda result=result: stage.info(result)["status"] == "SUCCESS")
-    see_drained(stage)  # a second delivery of one has run by then
+    see_drained(stage, [result.id for result in results])  # a second delivery has run by then
     assert Counter(begun(stage, key)) == Counter(result.id for result in results)
     assert not overlaps(stage.intervals()[key])
 
@@ -62,65 +61,84 @@ def published(stage: Stage) -> int:
     return sum(int(push["calls"]) for push in pushes)
 
 
-@pytest.mark.parametrize("pool", slow_but(FAST, POOLS))
+@pytest.mark.parametrize("pool", pools("prefork", "gevent"))
 def test_one_message_tries_and_all_run_in_the_order_in_which_they_came(
-    stage: Stage, pool: str
+    of_pool: Standing, key: str
 ) -> None:
-    concurrency = 1 if pool == "solo" else 2
-    worker = stage.worker(pool=pool, concurrency=concurrency, options=["-E"])
+    stage, (worker,) = of_pool.stage, of_pool.workers
     before = published(stage)
     with heard(stage, "task-deferred") as events:
-        with stage.tasks.work.lock_for("k", wait=60):
-            results = wait_behind(stage, worker, stage.tasks.work, "k")
+        with stage.tasks.patient.lock_for(key, wait=60):  # longer than the test waits for anything
+            results = wait_behind(stage, worker, stage.tasks.work, key, lock=LONG)
             ids = [result.id for result in results]
             assert [stage.deferrals(result) for result in results] == [1] * COUNT
             assert published(stage) == before + COUNT + 1
             eventually(lambda: {event["uuid"] for event in events} == set(ids))
-            assert stage.tasks.work.delay("other").get(timeout=60) == 0  # they keep nobody out
-        see_each_run_once(stage, "k", results)
-    assert begun(stage, "k") == ids
+            # of the lock, or of the first one's run if that has not left the main process yet
+            assert all(event["holder"] for event in events)
+            assert stage.tasks.work.delay(f"{key}-other").get(timeout=60) == 0  # none is kept out
+        see_each_run_once(stage, key, results)
+    assert begun(stage, key) == ids
     assert Counter(event["uuid"] for event in events) == Counter(ids)
     assert published(stage) == before + COUNT + 2
 
 
 @ACKS
 def test_a_broken_connection_to_the_broker_loses_no_message_that_waits(
-    stage: Stage, name: str
+    stage: Stage, worker: WorkerProcess, key: str, name: str
 ) -> None:
-    worker, task = stage.worker(concurrency=2), getattr(stage.tasks, name)
-    with task.lock_for("k", wait=60):
-        results = wait_behind(stage, worker, task, "k")
+    task = getattr(stage.tasks, name)
+    with task.lock_for(key, wait=60):
+        results = wait_behind(stage, worker, task, key)
         connected = worker.output().count("Connected to ")
         stage.broker.client().client_kill_filter(_type="normal", skipme=True)
         eventually(lambda: worker.output().count("Connected to ") > connected)
-    see_each_run_once(stage, "k", results)
+    see_each_run_once(stage, key, results)
 
 
-@ACKS
-def test_a_worker_that_stops_gives_back_all_messages_that_wait(stage: Stage, name: str) -> None:
-    worker, task = stage.worker("w1"), getattr(stage.tasks, name)
-    with task.lock_for("k", wait=60):
-        results = wait_behind(stage, worker, task, "k")
+@contextmanager
+def both_wait(stage: Stage, worker: WorkerProcess) -> Iterator[dict[str, list[Any]]]:
+    """Have messages wait meanwhile; give those that acknowledge early and late, by their key."""
+    early, late = stage.tasks.work, stage.tasks.late
+    with early.lock_for("early", wait=60), late.lock_for("late", wait=60):
+        yield {
+            "early": wait_behind(stage, worker, early, "early"),
+            "late": wait_behind(stage, worker, late, "late"),
+        }
+
+
+def follow(stage: Stage, waiting: dict[str, list[Any]]) -> None:
+    """Start another worker, and return when it has all messages."""
+    results = [result for some in waiting.values() for result in some]
+    second = stage.worker("w2", concurrency=1)
+    eventually(lambda: all(f"{result.id}] received" in second.output() for result in results))
+
+
+def test_a_worker_that_stops_gives_back_all_messages_that_wait(own_stage: Stage) -> None:
+    stage = own_stage
+    worker = stage.worker("w1", concurrency=1)
+    with both_wait(stage, worker) as waiting:
         worker.stop(60)
-        assert set(messages_of(stage)) == {result.id for result in results}
-        second = stage.worker("w2")
-        eventually(lambda: all(f"{result.id}] received" in second.output() for result in results))
-    see_each_run_once(stage, "k", results)
+        assert set(messages_of(stage)) == {
+            result.id for some in waiting.values() for result in some
+        }
+        follow(stage, waiting)
+    for key, results in waiting.items():
+        see_each_run_once(stage, key, results)
 
 
-@ACKS
-def test_a_worker_that_is_killed_loses_no_message_that_waits(stage: Stage, name: str) -> None:
-    worker, task, broker = stage.worker("w1"), getattr(stage.tasks, name), stage.broker.client()
-    with task.lock_for("k", wait=60):
-        results = wait_behind(stage, worker, task, "k")
+def test_a_worker_that_is_killed_loses_no_message_that_waits(own_stage: Stage) -> None:
+    stage, broker = own_stage, own_stage.broker.client()
+    worker = stage.worker("w1", concurrency=1)
+    with both_wait(stage, worker) as waiting:
         worker.kill()
         assert not messages_of(stage)
         tags = broker.zrange("unacked_index", 0, -1)
-        assert len(tags) == COUNT
+        assert len(tags) == 2 * COUNT
         broker.zadd("unacked_index", dict.fromkeys(tags, 1))  # the visibility timeout has passed
-        second = stage.worker("w2")
-        eventually(lambda: all(f"{result.id}] received" in second.output() for result in results))
-    see_each_run_once(stage, "k", results)
+        follow(stage, waiting)
+    for key, results in waiting.items():
+        see_each_run_once(stage, key, results)
 
 
 @pytest.fixture
@@ -147,18 +165,4 @@ def test_messages_that_wait_in_a_worker_of_rabbitmq_keep_no_other_out(
         for result in results:
             stage.see_deferred(result)
         assert task.delay("other").get(timeout=60) == 0
-    see_each_run_once(stage, "k", results)
-
-
-@ACKS
-def test_a_worker_of_rabbitmq_that_is_killed_loses_no_message_that_waits(
-    set_rabbitmq_stage: Callable[[str], Stage], name: str
-) -> None:
-    stage = set_rabbitmq_stage("classic")
-    worker, task = stage.worker("w1"), getattr(stage.tasks, name)
-    with task.lock_for("k", wait=60):
-        results = wait_behind(stage, worker, task, "k")
-        worker.kill()
-        second = stage.worker("w2")
-        eventually(lambda: all(f"{result.id}] received" in second.output() for result in results))
     see_each_run_once(stage, "k", results)

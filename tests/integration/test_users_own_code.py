@@ -15,13 +15,14 @@ from redbeat import RedBeatScheduler, RedBeatSchedulerEntry
 from celery_redlock import Redlock
 from celery_redlock.testing import WorkerProcess
 from tests.conftest import NODE_TIMEOUT, eventually
-from tests.integration.conftest import Stage, overlaps
+from tests.integration.conftest import STANDING, Stage, overlaps
 
 TASKS = [f"{name}_{order}" for name in ("flask", "django", "abortable", "all")
          for order in ("first", "last")]  # fmt: skip
 
 
-WORKER = {"module": "tests.integration.frameworks", "concurrency": 3}
+WORKER = {**STANDING, "module": "tests.integration.frameworks"}
+pytestmark = pytest.mark.xdist_group("frameworks")
 
 
 @pytest.fixture

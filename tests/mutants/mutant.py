@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,11 +60,16 @@ def mutated(mutant: Mutant, source: str) -> str:
     return "".join(lines[:start]) + body.replace(mutant.old, mutant.new) + "".join(lines[end:])
 
 
+@functools.cache
+def _parsed(source: str) -> ast.Module:
+    return ast.parse(source)
+
+
 def _span(source: str, name: str) -> tuple[int, int]:
     """Return the first line of a function or class, with its decorators, and the one behind it."""
     if not name:
         return 0, source.count("\n")
-    found: ast.AST = ast.parse(source)
+    found: ast.AST = _parsed(source)
     for part in name.split("."):
         found = next(
             (

@@ -12,7 +12,7 @@ from example_worker.bootstrap import ensure
 
 def main() -> int:
     """Return the exit status: 0 where no invariant was broken."""
-    ensure("dev")
+    ensure("checks")
     from tests.simulation import command  # needs what has just been made sure of
 
     return command.main()

@@ -381,6 +381,7 @@ class Subscriber:
         platform: Platform,
         channels: Callable[[], set[str]],
         heard: Callable[[str, str], None],
+        refused: Callable[[str], object],
     ) -> None:
         self._process, self.node, self._path = address.process, address.node, address.path
         self._channels, self._heard = channels, heard

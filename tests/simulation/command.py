@@ -17,12 +17,14 @@ def main() -> int:
     """Return the exit status: 0 where no invariant was broken."""
     parser = argparse.ArgumentParser(prog="python3 -m tests.simulation")
     parser.add_argument("--seconds", type=float, default=60.0, help="how long; 60")
+    parser.add_argument("--schedules", type=int, default=0, help="how many, instead of how long")
     parser.add_argument("--profile", choices=sorted(PROFILES), help="of schedules; all in turn")
     parser.add_argument("--seed", type=int, help="run this schedule alone, and say what happens")
     words = parser.parse_args()
     if words.seed is not None:
         return replay(words.profile or "everything", words.seed)
-    return soak(words.seconds, [words.profile] if words.profile else [])
+    profiles = [words.profile] if words.profile else []
+    return run_new(0.0 if words.schedules else words.seconds, words.schedules, profiles)
 
 
 def replay(profile: str, seed: int) -> int:
@@ -39,11 +41,11 @@ def replay(profile: str, seed: int) -> int:
     return 0
 
 
-def soak(seconds: float, profiles: Sequence[str]) -> int:
-    """Run schedules for so many s, from a base seed that is new each time."""
+def run_new(seconds: float, schedules: int, profiles: Sequence[str]) -> int:
+    """Run schedules for so many s, or so many, from a base seed that is new each time."""
     base = random.SystemRandom().randrange(SEEDS)
     print(f"base seed {base}", flush=True)
-    outcome = run_many(seconds=seconds, base=base, profiles=profiles)
+    outcome = run_many(schedules, seconds=seconds, base=base, profiles=profiles)
     for failure in outcome.failures:
         print(failure)
     print(summary(outcome.counts))

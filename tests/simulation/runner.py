@@ -17,9 +17,12 @@ from tests.simulation.faults import PROFILES
 from tests.simulation.invariants import Violation
 from tests.simulation.schedules import Schedule
 
-CHUNK = 200  # schedules that a process is given at a time
+# of the tests, 20 of each profile; CI and the nights run many more by `python3 -m tests.simulation`
+SCHEDULES = int(os.environ.get("CELERY_REDLOCK_SCHEDULES", "600"))
+CHUNK = 200  # schedules that a process is given at a time, at the most
 COLLECT = 20  # schedules after which garbage is collected
 BATCH = 1000  # chunks
+FEW = 1000  # schedules that are over before other processes have imported Celery
 MOST_FAILURES = 10  # after which it ends early
 SEEDS = 1_000_000_000  # what a seed is below
 
@@ -67,8 +70,14 @@ def run_chunk(chunk: Chunk) -> Outcome:
 
 @contextlib.contextmanager
 def garbage_collected_by_hand() -> Iterator[Callable[[], int]]:
-    """Give what collects garbage: a schedule leaves a knot, and what was there before none."""
-    gc.collect()
+    """Give what collects garbage: a schedule leaves a knot.
+
+    What was there before is looked at neither then nor now: in a process of many tests that would
+    take longer than the schedules.
+    """
+    if not gc.isenabled():
+        yield gc.collect  # by hand already
+        return
     gc.freeze()
     gc.disable()
     try:
@@ -93,21 +102,37 @@ def run_one(profile: str, seed: int) -> Outcome:
     return outcome
 
 
-def chunks(base: int, profiles: Sequence[str]) -> Iterator[Chunk]:
+def chunks(base: int, profiles: Sequence[str], size: int = CHUNK) -> Iterator[Chunk]:
     """Yield chunks for ever, each with seeds of its own, the profiles in turn."""
     for number in itertools.count():
         profile = profiles[number % len(profiles)]
-        yield profile, (base + number * CHUNK) % SEEDS, CHUNK
+        yield profile, (base + number * size) % SEEDS, size
+
+
+def shares(schedules: int, base: int, profiles: Sequence[str]) -> Iterator[Chunk]:
+    """Return chunks of so many schedules or a few more: each profile has as many of them."""
+    rounds = -(-schedules // (CHUNK * len(profiles)))
+    chunks_in_all = rounds * len(profiles)
+    return itertools.islice(chunks(base, profiles, -(-schedules // chunks_in_all)), chunks_in_all)
 
 
 def run_many(
     schedules: int = 0, *, seconds: float = 0.0, base: int = 0, profiles: Sequence[str] = ()
 ) -> Outcome:
-    """Run so many schedules, or for so many s, on all cores; ends early where some go wrong."""
+    """Run so many schedules, or for so many s, on all cores; ends early where some go wrong.
+
+    A few run in this process.
+    """
     outcome, began = Outcome(), time.monotonic()
-    work = chunks(base, profiles or sorted(PROFILES))
-    if schedules:
-        work = itertools.islice(work, -(-schedules // CHUNK))
+    profiles = profiles or sorted(PROFILES)
+    work = shares(schedules, base, profiles) if schedules else chunks(base, profiles)
+    if 0 < schedules <= FEW:
+        with garbage_collected_by_hand():
+            for found in map(run_chunk, work):
+                outcome.add(found)
+                if len(outcome.failures) >= MOST_FAILURES:
+                    break
+        return outcome
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     with multiprocessing.get_context("spawn").Pool(cores) as pool:
         # in batches, for a pool takes on at once all that there is to do

@@ -13,6 +13,7 @@ from celery_redlock.lock.model.handoff import MOST_TURNS, TURN
 from celery_redlock.lock.model.lease import MARGIN, Lease, LockKey, State
 from celery_redlock.lock.retry import LONGEST_DEAF
 from tests.simulation.clients import simulated_system
+from tests.simulation.runner import SCHEDULES
 from tests.simulation.stage import Actor, Stage
 
 NODES, QUORUM, TTL, DRIFT = 5, 3, 10.0, 0.01
@@ -309,9 +310,11 @@ class HandOff(RuleBasedStateMachine):
         self.stage.at(self.stage.world.now + seconds)
 
 
-OneLease.TestCase.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
-OneWorld.TestCase.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+# a schedule of the simulator's is worth more than an example
+EXAMPLES = max(40, SCHEDULES // 50)
+OneLease.TestCase.settings = settings(max_examples=2 * EXAMPLES, stateful_step_count=40)
+OneWorld.TestCase.settings = settings(max_examples=EXAMPLES, stateful_step_count=30)
+HandOff.TestCase.settings = settings(max_examples=EXAMPLES, stateful_step_count=40)
 TestOneLease = OneLease.TestCase
-HandOff.TestCase.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
 TestOneWorld = OneWorld.TestCase
 TestHandOff = HandOff.TestCase

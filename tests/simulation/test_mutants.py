@@ -17,6 +17,7 @@ from tests.simulation.schedules import Schedule
 from tests.simulation.stage import Stage
 
 MOST = 3000  # schedules within which a shortcut must be caught
+HARMLESS = 100  # in which what only looks wrong breaks nothing
 WRONG = [mutant for mutant in MUTANTS.values() if not mutant.safe]
 SAFE = [mutant for mutant in MUTANTS.values() if mutant.safe]
 
@@ -73,5 +74,5 @@ def test_the_shipped_code_stands_the_same_interleaving(steps: str) -> None:
 
 @pytest.mark.parametrize("mutant", SAFE, ids=lambda m: m.name)
 def test_what_only_looks_wrong_breaks_nothing(mutant: Mutant) -> None:
-    assert caught_by_chance(mutant, 500) is None
+    assert caught_by_chance(mutant, HARMLESS) is None
     assert caught_in_steps(mutant, "three_restarts") is None

@@ -123,6 +123,7 @@ def test_who_waits_for_a_dead_holder_takes_the_lock_as_its_lease_ends(killed_at:
     random.seed(7)
     stage.at(killed_at)
     holder.process.kill()
+    stage.at(killed_at + TTL / 2)  # renewed every third of it
     while keys_on(stage):
         stage.at(stage.world.now + A_LITTLE)
     assert waiter.turns == 0

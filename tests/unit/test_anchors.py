@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import celery_redlock
 from celery_redlock import anchors, errors
 from celery_redlock.errors import NEVER_ACQUIRED, LockLost, RedlockError, SettingsError
 from celery_redlock.operate.cli.explain import read_passages
+from tests.sources import ONE_PROCESS, lines_of, nodes_of, text_of
 from tests.unit.test_errors import ERRORS
 
 ROOT = Path(celery_redlock.__file__).parents[1]
@@ -20,6 +22,7 @@ ANCHORS = {
     name: value for name, value in vars(anchors).items() if name.isupper() and name[0] != "_"
 }
 AT_ERROR = {"error", "exception", "critical", "log"}  # log: of a level that is found at run time
+_LOGS = re.compile(r"logger\.|logging\.ERROR")
 # These lines end with the text of a RedlockError, which names its own heading.
 END_WITH_AN_ERROR = {
     "%s runs WITHOUT its lock: %s", "no lock can be acquired: %s",
@@ -35,7 +38,7 @@ def test_an_anchor_is_the_command_that_prints_its_passage(name: str) -> None:
 
 
 def test_no_anchor_is_left_over() -> None:
-    sources = "".join(path.read_text() for path in MODULES if path.stem != "anchors")
+    sources = "".join(text_of(path) for path in MODULES if path.stem != "anchors")
     assert [name for name in ANCHORS if f"anchors.{name}" not in sources] == []
 
 
@@ -96,14 +99,14 @@ def words_with_a_heading(function: ast.FunctionDef) -> set[str]:
     return found
 
 
-def unnamed_lines(source: str) -> tuple[int, list[int]]:
+def unnamed_lines(path: Path) -> tuple[int, list[int]]:
     """Return how many lines of level ERROR a module has, and where one has no heading.
 
     A line has one if one of its arguments is, or was made with, a constant of `anchors`.
     """
     seen, unnamed = set(), []
-    for function in ast.walk(ast.parse(source)):
-        if isinstance(function, ast.FunctionDef):
+    for function in nodes_of(path):
+        if isinstance(function, ast.FunctionDef) and _LOGS.search(lines_of(path, function)):
             named = words_with_a_heading(function)
             for call in lines_at_error(function):
                 words = [ast.unparse(word) for word in call.args]
@@ -115,7 +118,8 @@ def unnamed_lines(source: str) -> tuple[int, list[int]]:
     return len(seen), unnamed
 
 
+@ONE_PROCESS
 def test_each_line_of_level_error_names_a_heading() -> None:
-    found = {path.relative_to(ROOT): unnamed_lines(path.read_text()) for path in MODULES}
+    found = {path.relative_to(ROOT): unnamed_lines(path) for path in MODULES}
     assert {path: lines for path, (_, lines) in found.items() if lines} == {}
     assert sum(seen for seen, _ in found.values()) >= 12

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ from kombu.utils.json import dumps, loads
 
 from celery_redlock import LockedTask, SettingsError
 from celery_redlock.operate.lints import lint
+from celery_redlock.tasks.arguments import parameters_of
 from celery_redlock.tasks.settings.levels import read_app
 from celery_redlock.tasks.settings.task_config import TaskCall, TaskLockConfig, compile_config
 from celery_redlock.tasks.settings.templates import digest
@@ -29,7 +29,7 @@ def take(sku: Any, b: Any = 2, *rest: Any, **options: Any) -> None:
 def plan(conf: dict[str, Any] | None = None, **lock: Any) -> TaskLockConfig:
     app = read_app({"redlock_nodes": NODES, **(conf or {})})
     attributes = {f"lock_{name}": value for name, value in lock.items()}
-    return compile_config(app, "shop.take", attributes, inspect.signature(take))
+    return compile_config(app, "shop.take", attributes, parameters_of(take))
 
 
 def resource(made: TaskLockConfig, *args: Any, call: Any = None, **kwargs: Any) -> str:

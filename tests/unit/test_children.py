@@ -50,6 +50,7 @@ from celery_redlock.tasks.children.reaper import (
     watch_children,
 )
 from celery_redlock.tasks.per_app import redlock_of
+from tests import fork_server
 
 NOWHERE = Redlock(["redis://127.0.0.1:1"])  # never connected to
 IDENTITY = NOWHERE.session.identity
@@ -362,10 +363,9 @@ say("parent")
 """
 
 
+@pytest.mark.xdist_group("fork server")
 def test_each_child_writes_in_its_own_slot_and_a_childs_child_in_none() -> None:
-    made = subprocess.run(
-        [sys.executable, "-c", GENERATIONS], capture_output=True, text=True, check=True, timeout=120
-    )
+    made = fork_server.run([sys.executable, "-c", GENERATIONS], check=True, package=False)
     child = ["child journal -", "grandchild - -", "child journal -"]
     assert made.stdout.splitlines() == ["of no pool - -", *child, *child, "parent - mutex"]
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import inspect
+import pkgutil
 import re
 import subprocess
 import sys
@@ -21,10 +23,13 @@ import celery_redlock
 from celery_redlock import compatibility
 from celery_redlock.beat import WrappedScheduler
 from celery_redlock.tasks.worker_request import Request
+from tests import fork_server
+from tests.celery_names import LESSER
 
 PACKAGE = Path(celery_redlock.__file__).parent
 SOURCES = [PACKAGE.parent / "celery_redlock_entry.py", *PACKAGE.rglob("*.py")]
-EVERY = (*compatibility.ANYWHERE, *compatibility.IN_BEAT, *compatibility.IN_WORKERS)
+NEEDED = (*compatibility.ANYWHERE, *compatibility.IN_BEAT, *compatibility.IN_WORKERS)
+EVERY = (*NEEDED, *LESSER)
 OTHERS = (celery, kombu, billiard, redis)
 # what their reference documents; `celery.worker.request` is for its names without an underscore
 PUBLIC = re.compile(
@@ -47,40 +52,105 @@ NOT_REPLACED = {
 }
 SKIPPED = {"asyncio", "commands", "contrib", "tests"}  # folders of theirs, to save time
 LOADED = "import celery.app.trace, celery.worker.control, celery.worker.request, redis\n"
-NO_NAME = "import celery._state\ndel celery._state.get_current_worker_task"
-NO_MODULE = "import sys\nsys.modules['kombu.transport.native_delayed_delivery'] = None"
+NO_NAME = "import celery._state\ndel celery._state._get_active_apps"
+NO_MODULE = "import sys\nsys.modules['redis.connection'] = None"
 NO_ATTRIBUTE = """
 import celery.app.base
 celery.app.base.Celery = type("Celery", (), {})
 """
 OTHER_PARAMETERS = """
-from celery.worker.request import Request
-def _announce_revoked(self, reason, expired): ...
-Request._announce_revoked = _announce_revoked
+import celery._state
+celery._state.connect_on_app_finalize = lambda callback, app: None
 """
-NO_OPTIONAL_NAMES = """
+NO_LESSER_NAMES = """
 import redis.sentinel
 from celery.worker.request import Request
 vars(Request).get("_eta_timer_entry", ...) is ... or delattr(Request, "_eta_timer_entry")
 redis.sentinel.Sentinel.__init__ = lambda self: None
 """
+# `hide`: the package, and it alone, finds a module or class without a name
+HIDE = """
+import importlib, sys, types
+def hide(path):
+    module, _, names = path.partition(":")
+    owner = importlib.import_module(module)
+    *classes, name = names.split(".")
+    for each in classes:
+        owner = getattr(owner, each)
+    def refuse(wanted):
+        frame = sys._getframe(2)
+        while frame.f_code.co_name == "of_object":
+            frame = frame.f_back
+        asks = frame.f_globals.get("__name__", "")
+        if wanted == name and asks.startswith("celery_redlock"):
+            raise AttributeError(name)
+    def of_module(wanted):
+        refuse(wanted)
+        return getattr(owner, wanted)
+    def of_object(self, wanted, inherited=None if not classes else owner.__getattribute__):
+        refuse(wanted)
+        return inherited(self, wanted)
+    if classes:
+        owner.__getattribute__ = of_object
+        return
+    clone = sys.modules[module] = types.ModuleType(module)
+    clone.__dict__.update({key: one for key, one in vars(owner).items() if key != name})
+    clone.__getattr__ = of_module
+"""
+LOCKED_RUN = """
+import time
+from celery import Celery
+from celery.contrib.testing.worker import start_worker
+from celery_redlock import LockedTask, current_lock
+from celery_redlock.testing import fake_nodes, hold, use_nodes
+
+app = Celery("shop", broker="memory://", backend="cache+memory://")
+app.conf.redlock_tasks = {"adopted": {"key": "r"}}
+
+@app.task(base=LockedTask, name="own", lock_key="r", acks_late=True, rate_limit="1000/s")
+def own():
+    return current_lock().held
+
+@app.task(name="adopted", autoretry_for=(KeyError,))
+def adopted():
+    return current_lock().held
+
+app.finalize()
+with fake_nodes() as nodes, use_nodes(app, nodes):
+    assert own.apply().get() and adopted.apply().get()
+    with start_worker(app, pool="solo", perform_ping_check=False, loglevel="ERROR"):
+        with hold("r", on=app):
+            results = [own.delay(), adopted.delay()]
+            end = time.monotonic() + 100
+            while any(one.state != "DEFERRED" for one in results):
+                assert time.monotonic() < end, [one.state for one in results]
+                time.sleep(0.01)
+        assert [one.get(timeout=100) for one in results] == [True, True]
+print("held")
+"""
+
+
+def owner_of(path: str) -> object:
+    """Return the module or class of a name, or the function whose code has it."""
+    module, _, names = path.partition(":")
+    return pkgutil.resolve_name(f"{module}:{names.rpartition('.')[0]}" if "." in names else module)
 
 
 def run(script: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", LOADED + script]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return fork_server.run(command, timeout=120, package=False)
 
 
 @pytest.mark.parametrize(
     ("broken", "said"),
     [
-        (NO_NAME, r"celery \S+: celery\._state\.get_current_worker_task=missing: "),
-        (NO_MODULE, r"kombu \S+: kombu\.transport\.native_delayed_delivery\.\w+=missing: "),
-        (NO_ATTRIBUTE, r"celery \S+: celery\.app\.base\.Celery\._finalize_mutex=missing: "),
+        (NO_NAME, r"celery \S+: celery\._state\._get_active_apps=missing: "),
+        (NO_MODULE, r"redis \S+: redis\.connection\.AbstractConnection\._sock=missing: "),
+        (NO_ATTRIBUTE, r"celery \S+: celery\.app\.base\.Celery\._tasks=missing: "),
         (
             OTHER_PARAMETERS,
-            r"celery \S+: celery\.worker\.request\.Request\._announce_revoked="
-            r"\(reason, expired\): must be \(reason, terminated, signum, expired\)",
+            r"celery \S+: celery\._state\.connect_on_app_finalize="
+            r"\(callback, app\): must be \(callback\)",
         ),
     ],
     ids=["a name", "a module", "an attribute of an instance", "parameters"],
@@ -102,8 +172,86 @@ def test_a_required_name_that_is_not_there_is_named_at_the_import(
     assert re.search(r"It works with \w+ \d+\.\d+ to \d+\.\d+", first), first
 
 
-def test_an_optional_name_may_be_missing() -> None:
-    done = run(f"{NO_OPTIONAL_NAMES}\nimport celery_redlock")
+OTHER_IN_WORKERS = """
+from celery import Celery
+from celery.exceptions import ImproperlyConfigured
+from celery.worker.request import Request
+Request._announce_revoked = lambda self, reason, expired: None
+from celery_redlock import LockedTask
+
+app = Celery("shop", broker="memory://", set_as_current=False)
+app.conf.redlock_nodes = ["redis://127.0.0.1:1"]
+
+@app.task(base=LockedTask, lock_key="r")
+def own(): ...
+
+app.finalize()
+try:
+    app.Worker(pool="solo")
+except ImproperlyConfigured as error:
+    print(error)
+"""
+
+
+def test_a_worker_looks_for_more_than_an_import() -> None:
+    done = run(OTHER_IN_WORKERS)
+    said = (
+        r"celery \S+: celery\.worker\.request\.Request\._announce_revoked="
+        r"\(reason, expired\): must be \(reason, terminated, signum, expired\)"
+    )
+    assert re.match(said, done.stdout), done.stderr
+
+
+NO_PACKAGE = """
+import contextlib, sys
+from celery import Celery
+import celery_redlock_entry
+sys.modules["celery_redlock.signals"] = None
+app = Celery("shop", broker="memory://", set_as_current=False)
+app.conf.redlock_tasks = {"vendor.*": {}}
+for attempt in (app.finalize, lambda: app.Worker(pool="solo")):
+    try:
+        attempt()
+    except ImportError as error:
+        print("ended")
+"""
+
+
+def test_a_worker_ends_if_the_package_cannot_be_imported_that_is_to_lock_its_tasks() -> None:
+    """Celery would log what a receiver raises, and the worker would run its tasks unlocked."""
+    done = run(NO_PACKAGE)
+    assert done.stdout == "ended\nended\n", done.stderr
+
+
+# in modules that only other brokers, pools or processes need, or what Celery does in a function
+NOT_HIDDEN = (
+    *("kombu.transport.redis", "celery.backends.redis", "celery.beat", "redis.sentinel"),
+    "kombu.connection:Connection.close",  # users call it as well; what is set there is private
+    "celery._state:_task_stack",  # for tests
+)
+HIDDEN = [
+    one.path
+    for one in LESSER
+    if not one.path.startswith(NOT_HIDDEN)
+    if not inspect.isfunction(owner_of(one.path))
+]
+
+
+@pytest.mark.parametrize(
+    "paths",
+    [
+        pytest.param(HIDDEN, id="all"),
+        *(pytest.param([one], id=one, marks=pytest.mark.slow) for one in HIDDEN),
+    ],
+)
+def test_a_name_that_is_not_needed_costs_neither_a_lock_nor_a_message(paths: list[str]) -> None:
+    hidden = "".join(f"hide({path!r})\n" for path in paths)
+    done = run(f"{HIDE}{hidden}{LOCKED_RUN}")
+    assert (done.returncode, done.stdout) == (0, "held\n"), done.stderr
+
+
+def test_lesser_names_of_other_versions_may_be_missing() -> None:
+    done = run(f"{NO_LESSER_NAMES}\nimport celery_redlock")
     assert done.returncode == 0, done.stderr
 
 
@@ -167,7 +315,14 @@ def internal_imports(tree: ast.AST) -> Iterator[str]:
                 modules[alias.asname or alias.name] = inner
             elif not PUBLIC.fullmatch(node.module) or alias.name.startswith("_"):
                 yield f"{node.module}:{alias.name}"
+    texts = {
+        getattr(node.targets[0], "id", ""): node.value.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
+    }
     for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "find":
+            yield str(eval(compile(ast.Expression(node.args[0]), "", "eval"), {}, texts))
         module = isinstance(node, ast.Attribute) and modules.get(getattr(node.value, "id", ""))
         if isinstance(node, ast.Attribute) and module and not PUBLIC.fullmatch(module):
             yield f"{module}:{node.attr}"
@@ -190,7 +345,7 @@ def test_the_list_has_each_private_name_that_the_package_uses_and_no_other_one()
                 names_of_theirs |= names_given(tree)
                 defined_by_them |= defined_in(tree)
     # other versions of theirs have those that are optional
-    names_of_theirs |= {re.split("[.:]", one.path)[-1] for one in EVERY if one.optional}
+    names_of_theirs |= {re.split("[.:]", one.path)[-1] for one in LESSER if one.is_optional}
     names, imports = overridden(), set()
     for path in SOURCES:
         if "testing" in path.parts or path.stem == "compatibility":
@@ -208,10 +363,12 @@ def test_the_list_has_each_private_name_that_the_package_uses_and_no_other_one()
     unlisted = sorted({*(imports - paths), *(names - last)})
     assert unlisted == [], "put them on the list of celery_redlock/compatibility.py"
     unused = {path for path in paths - imports if re.split("[.:]", path)[-1] not in names}
-    assert sorted(unused) == ["celery._state:_task_stack"], "take the others off the list"
+    seen_elsewhere = ["celery._state:_task_stack", "redis.connection:parse_url"]
+    assert sorted(unused) == seen_elsewhere, "take the others off the list"
 
 
-def test_each_name_of_the_list_is_there_unless_it_is_optional() -> None:
-    compatibility.check(compatibility.ANYWHERE)
-    compatibility.check(compatibility.IN_BEAT)
-    compatibility.check(compatibility.IN_WORKERS)
+@pytest.mark.every_celery
+def test_each_name_of_the_lists_is_there() -> None:
+    compatibility.check(NEEDED)
+    missing = [one.path for one in LESSER if not one.is_optional and compatibility.difference(one)]
+    assert missing == [], "the package does without these; look what takes their place"

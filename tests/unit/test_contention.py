@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import inspect
 import random
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +10,7 @@ from hypothesis import strategies as st
 
 from celery_redlock import Backoff, LockTaken, NotAcquired, QuorumUnreachable, SettingsError
 from celery_redlock.errors import abstention_cause
+from celery_redlock.tasks.arguments import parameters_of
 from celery_redlock.tasks.delivery.delivery import NEVER_DEFERRED, Deferral
 from celery_redlock.tasks.execution.deferral import (
     OF_REDELIVERIES,
@@ -33,7 +33,7 @@ AWAY = QuorumUnreachable("stock:7", ["a:1: refused"], 2)
 def rules(**lock: Any) -> TaskLockOptions:
     app = read_app({"redlock_nodes": ["redis://a"]})
     named = {f"lock_{name}": value for name, value in lock.items()}
-    return compile_config(app, "t", named, inspect.signature(lambda: None)).options_for("q")
+    return compile_config(app, "t", named, parameters_of(lambda: None)).options_for("q")
 
 
 NOW = 1_700_000_000.0  # s since 1970
@@ -99,22 +99,19 @@ def test_a_message_waits_for_a_release_alone_if_nothing_else_can_end_its_wait(
         assert decision.waits_for_release == may
 
 
-def test_the_countdown_grows_with_the_deferrals() -> None:
-    countdowns = [countdown(decided(AWAY, past(n))) for n in range(4)]
-    assert countdowns == [0.25, 0.5, 1.0, 2.0]
-
-
-def test_the_countdown_ends_with_the_lease_that_refused_it() -> None:
-    decision = decided(LockTaken("r", "h", expires_in=2.0), past(20))
-    assert 2.0 <= countdown(decision) <= 2.25
-
-
-def test_a_lease_without_a_known_end_leaves_the_backoff_alone() -> None:
-    assert countdown(decided(LockTaken("r", "h", expires_in=None), past(20))) == 30.0
-
-
-def test_the_countdown_stays_below_what_the_broker_takes_for_a_lost_message() -> None:
-    assert countdown(decided(AWAY, past(20), cap=5.0)) == 5.0
+@pytest.mark.parametrize(
+    ("error", "deferrals", "cap", "seconds"),
+    [
+        *((AWAY, deferrals, 900.0, 0.25 * 2**deferrals) for deferrals in range(4)),
+        (LockTaken("r", "h", expires_in=2.0), 20, 900.0, 2.25),
+        (LockTaken("r", "h", expires_in=None), 20, 900.0, 30.0),
+        (AWAY, 20, 5.0, 5.0),
+    ],
+)
+def test_the_countdown_grows_and_ends_with_the_lease_or_before_the_broker_takes_it_for_lost(
+    error: NotAcquired, deferrals: int, cap: float, seconds: float
+) -> None:
+    assert countdown(decided(error, past(deferrals), cap=cap)) == seconds
 
 
 @given(st.integers(0, 100), st.floats(0, 120), st.floats(0, 1e4), st.integers())
@@ -131,55 +128,54 @@ def test_the_last_delay_is_cut_to_max_wait(
         assert waited + countdown(decision) <= 100 + 1e-6
 
 
-def test_a_spent_wait_ends_as_failure_with_what_happened() -> None:
+@pytest.mark.parametrize("error", [TAKEN, AWAY])
+def test_a_spent_wait_ends_as_failure_with_what_happened_last(error: NotAcquired) -> None:
     before = past(3, waited=7.5)
-    assert decided(TAKEN, before, max_wait=7.5) == "fail"
-    error = with_history(refusal(TAKEN, before))
-    assert isinstance(error, LockTaken)
-    assert (error.resource, error.holder, error.waited, error.deferrals) == (
-        "stock:7", "the other", 7.5, 3,
-    )  # fmt: skip
-    assert "max_wait" in str(error)
-
-
-def test_giving_up_counts_the_wait_whatever_its_cause_and_names_the_last_one() -> None:
-    before = past(waited=7.5)
-    assert decided(AWAY, before, max_wait=7.5) == "fail"
-    error = with_history(refusal(AWAY, before))
-    assert isinstance(error, QuorumUnreachable)
-    assert (error.causes, error.waited) == (["a:1: refused"], 7.5)
+    assert decided(error, before, max_wait=7.5) == "fail"
+    told = with_history(refusal(error, before))
+    assert isinstance(told, LockTaken | QuorumUnreachable)
+    assert (type(told), told.resource) == (type(error), "stock:7")
+    assert (told.waited, told.deferrals) == (7.5, 3)
+    if isinstance(told, LockTaken):
+        assert told.holder == "the other"
+        assert "max_wait" in str(told)
+    else:
+        assert told.causes == ["a:1: refused"]
 
 
 def test_giving_up_can_skip() -> None:
     assert isinstance(decided(TAKEN, past(waited=1.0), max_wait=1, on_give_up="skip"), Skip)
 
 
-def test_conflict_can_skip_or_fail() -> None:
-    assert isinstance(decided(on_conflict="skip"), Skip)
-    assert decided(on_conflict="fail") == "fail"
-
-
-def test_unreachable_is_not_contention() -> None:
-    assert isinstance(decided(AWAY, on_conflict="skip"), Deferral)
-    assert decided(AWAY, on_unreachable="fail") == "fail"
-    assert decided(AWAY, on_unreachable="run") == "run"
-    assert isinstance(decided(TAKEN, on_unreachable="run"), Deferral)
+@pytest.mark.parametrize(
+    ("error", "lock", "decision"),
+    [
+        (TAKEN, {"on_conflict": "skip"}, Skip),
+        (TAKEN, {"on_conflict": "fail"}, "fail"),
+        (TAKEN, {"on_unreachable": "run"}, Deferral),
+        (AWAY, {"on_conflict": "skip"}, Deferral),
+        (AWAY, {"on_unreachable": "fail"}, "fail"),
+        (AWAY, {"on_unreachable": "run"}, "run"),
+    ],
+)
+def test_conflict_and_unreachable_are_decided_by_options_of_their_own(
+    error: NotAcquired, lock: dict[str, Any], decision: Any
+) -> None:
+    found = decided(error, **lock)
+    assert decision in (found, type(found))
 
 
 def test_a_conflict_callable_decides_by_what_it_is_told() -> None:
-    with_history: list[Contention] = []
+    told: list[Contention] = []
 
     def on_conflict(contention: Contention) -> str:
-        with_history.append(contention)
+        told.append(contention)
         return "skip" if contention.deferrals else "defer"
 
     assert isinstance(decided(on_conflict=on_conflict), Deferral)
     assert isinstance(decided(TAKEN, past(1, waited=2.0), on_conflict=on_conflict), Skip)
-    assert (with_history[1].resource, with_history[1].holder, with_history[1].waited) == (
-        "stock:7",
-        "the other",
-        2.0,
-    )
+    _, last = told
+    assert (last.resource, last.holder, last.waited) == ("stock:7", "the other", 2.0)
 
 
 def test_a_conflict_callable_that_returns_another_word_is_an_error() -> None:

@@ -4,8 +4,9 @@ import copy
 import math
 import pickle
 import time
+from collections.abc import Callable
 from dataclasses import replace
-from datetime import datetime, timedelta, timezone
+from datetime import UTC, datetime, timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -54,6 +55,7 @@ from celery_redlock.tasks.per_app import redlock_of
 STRANGE: dict[str, dict[str, Any]] = {
     "deferral": {
         "count": "3", "since": "yesterday", "at": "now", "countdown": "soon", "resource": 8,
+        "had_waited": "long",
         "resources": None, "limit": "3", "rate": 10, "is_taken": 1, "why": 5,
         "waits_for_release": None,
     },
@@ -61,7 +63,7 @@ STRANGE: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 STRANGE_FIELDS = {"options": [], "retries": None, "id": 7, "is_revoked": "no", "unique": "u",
                   "is_flagged": 1, "waits": [],
-                  "life": -1}  # fmt: skip
+                  "life": -1, "eta": 5}  # fmt: skip
 PARTS: dict[str, type] = {"deferral": Deferral, "origin": Route}
 OF_ITS_WORKER = {"holder", "expires_in"}  # fields of a deferral that no message carries
 NOW = 1_700_000_000.0  # s since 1970
@@ -74,19 +76,34 @@ def request(header: Any, **fields: Any) -> Context:
 MESSAGE = request(None)
 
 
-def deferred(header: LockHeader, now: float = NOW) -> LockHeader:
+def deferred(header: LockHeader, now: float = NOW, message: Context = MESSAGE) -> LockHeader:
     before = header.deferral
     deferral = Deferral(before.count + 1, before.since or now, now, countdown=1.0)
-    return header.deferred(MESSAGE, deferral)
+    return header.deferred(message, deferral)
 
 
-def waiting(header: LockHeader) -> LockHeader:
-    return header.waiting_for_first_delivery(MESSAGE, Deferral(at=NOW, countdown=2.0))
+def waiting(header: LockHeader, message: Context = MESSAGE) -> LockHeader:
+    return header.waiting_for_first_delivery(message, Deferral(at=NOW, countdown=2.0))
 
 
-def test_a_first_delivery_was_never_deferred() -> None:
+def test_a_wait_is_never_negative() -> None:
+    """Neither of a first delivery, nor as a clock was set back."""
     assert LockHeader.of(Context({"id": "1"})).deferral == NEVER_DEFERRED
     assert NEVER_DEFERRED.waited(NOW) == 0.0
+    assert Deferral(1, NOW, NOW).waited(NOW - 3600) == 0.0
+
+
+@pytest.mark.parametrize("set_by", [0.0, -3600.0])
+def test_waited_time_is_a_sum_and_what_is_left_no_more_than_the_countdown(set_by: float) -> None:
+    """Whatever a node's clock was set by between two tries."""
+    before = Deferral(2, NOW, NOW + 3.0, 2.0, had_waited=3.0)
+    assert before.waited(NOW + 3.0 + set_by) == 3.0
+    assert before.left(NOW + 3.0 + set_by) == 2.0
+    after = Deferral(3, NOW, NOW + 3.0 + set_by, 2.0, had_waited=3.0)
+    carried = LockHeader.of(request(LockHeader(id="1", deferral=after).to_message())).deferral
+    assert carried.waited(NOW + 5.0 + set_by) == 5.0
+    assert carried.left(NOW + 4.0 + set_by) == 1.0
+    assert carried.left(NOW + 6.0 + set_by) == -1.0
 
 
 def test_each_field_of_the_header_has_a_strange_value() -> None:
@@ -141,9 +158,13 @@ def test_a_message_waits_for_no_lock_with_a_limit_that_no_lock_has(limit: int) -
     assert header.deferral.limit == 1
 
 
-@pytest.mark.parametrize("headers", [["x"], "redlock", 7, {"redlock": None}])
-def test_headers_that_no_celery_writes_hold_no_lock_header(headers: Any) -> None:
-    odd = Context({"id": "1", "redlock": None, "headers": headers}, called_directly=False)
+@pytest.mark.parametrize(
+    ("header", "headers"),
+    [*((None, headers) for headers in (["x"], "redlock", 7, {"redlock": None})),
+     *((header, None) for header in ("text", 7, ["x"]))],
+)  # fmt: skip
+def test_headers_that_no_celery_writes_hold_no_lock_header(header: Any, headers: Any) -> None:
+    odd = request(header, headers=headers)
     assert LockHeader.of(odd) == LockHeader()
     assert set(own_headers(odd)) <= {"redlock"}
 
@@ -155,7 +176,17 @@ def test_the_header_comes_through_a_message(serializer: str) -> None:
         waits_for_release=True,
     )  # fmt: skip
     full = LockHeader(
-        {"ttl": 9}, "1", 0, True, deferral, True, 2, Route("x", "k", "q"), {"name": "n"}, 3
+        {"ttl": 9},
+        "1",
+        0,
+        True,
+        deferral,
+        True,
+        2,
+        Route("x", "k", "q"),
+        {"name": "n"},
+        3,
+        "2026-01-01T00:00:00+00:00",
     )
     for header in (deferred(LockHeader({"ttl": 9})), full, LockHeader()):
         content_type, encoding, body = dumps(header.to_message(), serializer)
@@ -165,7 +196,7 @@ def test_the_header_comes_through_a_message(serializer: str) -> None:
 
 def test_what_is_told_of_a_deferral_counts_from_the_first_try() -> None:
     deferral = Deferral(2, NOW, NOW + 5.5, 1.5, "k", holder="h", expires_in=9.0)
-    now = datetime(2026, 1, 1, 12, tzinfo=timezone.utc)
+    now = datetime(2026, 1, 1, 12, tzinfo=UTC)
     assert deferral.info(now) == {
         "resource": "k", "holder": "h", "deferrals": 2, "waited": 5.5,
         "next_try": "2026-01-01T12:00:01.500000+00:00",
@@ -174,7 +205,7 @@ def test_what_is_told_of_a_deferral_counts_from_the_first_try() -> None:
 
 
 def test_a_rate_is_told_also_if_its_next_start_is_unknown() -> None:
-    now = datetime(2026, 1, 1, 12, tzinfo=timezone.utc)
+    now = datetime(2026, 1, 1, 12, tzinfo=UTC)
     known = Deferral(1, NOW, NOW, 1.5, "k", expires_in=9.0, rate="2/h").info(now)
     unknown = Deferral(1, NOW, NOW, 1.5, "k", rate="2/h").info(now)
     assert known.pop("next_start") == "2026-01-01T12:00:09+00:00"
@@ -182,14 +213,20 @@ def test_a_rate_is_told_also_if_its_next_start_is_unknown() -> None:
     assert unknown["rate"] == "2/h"
 
 
-def test_a_clock_that_was_set_back_never_makes_the_wait_negative() -> None:
-    assert Deferral(1, NOW, NOW).waited(NOW - 3600) == 0.0
-
-
-def test_a_real_retry_starts_counting_anew_and_keeps_the_calls_options() -> None:
-    header = deferred(LockHeader({"ttl": 9}))
-    again = LockHeader.of(request(header.to_message(), retries=1))
-    assert again == LockHeader({"ttl": 9}, id="1")
+@pytest.mark.parametrize(
+    "before",
+    [
+        pytest.param(lambda: deferred(LockHeader({"ttl": 9})), id="deferred"),
+        pytest.param(lambda: waiting(LockHeader({"ttl": 9})), id="redelivered"),
+        pytest.param(lambda: waiting(LockHeader({"ttl": 9}, is_revoked=True)), id="revoked"),
+    ],
+)
+def test_a_real_retry_starts_anew_and_keeps_the_calls_options(
+    before: Callable[[], LockHeader],
+) -> None:
+    header = before()
+    assert LockHeader.of(request(header.to_message())) == header
+    assert LockHeader.of(request(header.to_message(), retries=1)) == LockHeader({"ttl": 9}, id="1")
 
 
 DELAY = {"queue": "celery_delayed_2", "reason": "expired", "count": 1}
@@ -225,15 +262,24 @@ def test_a_retry_waits_for_its_own_countdown_and_not_for_that_of_its_debounced_s
     assert LockHeader.of(request(sent, retries=1)).deferral == Deferral()
 
 
+@pytest.mark.parametrize("again", [deferred, waiting])
+@pytest.mark.parametrize("eta", [None, "2026-01-01T00:00:00+00:00"])
+def test_the_eta_of_a_send_goes_on_through_deferrals_but_not_through_a_retry(
+    again: Callable[..., LockHeader], eta: str | None
+) -> None:
+    header = again(LockHeader(), message=request(None, eta=eta))
+    for own in ("2026-01-02T00:00:00+00:00", "2026-01-03T00:00:00+00:00"):
+        header = LockHeader.of(request(header.to_message(), eta=own))
+        header = again(header, message=request(None, eta=own))
+    assert header.eta == (eta or "")
+    retried = request(header.to_message(), eta="2026-01-04T00:00:00+00:00", retries=1)
+    assert again(LockHeader.of(retried), message=retried).eta == retried.eta
+
+
 def test_a_child_that_inherits_its_parents_headers_does_not_inherit_the_lock_header() -> None:
     parents = deferred(LockHeader({"key": False})).to_message()
     assert LockHeader.of(request(parents, id="child")) == LockHeader()
     assert LockHeader.of(request(parents, id="1")).deferral.count == 1
-
-
-@pytest.mark.parametrize("header", ["text", 7, ["x"], None])
-def test_a_strangers_header_counts_as_nothing(header: Any) -> None:
-    assert LockHeader.of(request(header)) == LockHeader()
 
 
 def test_an_eager_call_carries_its_header_among_the_others() -> None:
@@ -334,9 +380,9 @@ def test_a_queue_that_goes_with_its_consumer_or_that_nobody_declared_is_not_decl
 )  # fmt: skip
 def test_a_topic_fits_as_rabbitmq_says(binding: str, key: str, fits: bool) -> None:
     queue = Queue("q", Exchange("x", "topic"), routing_key=binding)
-    assert Route("x", key).reaches(queue) is fits
-    assert Route(None, key).reaches(queue) is fits
-    assert not Route("y", key).reaches(queue)
+    assert Route("x", key).reaches(queue, {}) is fits
+    assert Route(None, key).reaches(queue, {}) is fits
+    assert not Route("y", key).reaches(queue, {})
 
 
 def test_a_long_routing_key_takes_no_time_against_many_wildcards() -> None:
@@ -402,13 +448,6 @@ def test_a_redelivery_that_waits_has_deferrals_of_its_own() -> None:
         header = waiting(header)
     looks_again = Deferral(at=NOW, countdown=2.0)
     assert header == LockHeader({"ttl": 9}, id="1", waits=2, deferral=looks_again)
-    assert LockHeader.of(request(header.to_message())) == header
-
-
-def test_a_revoked_message_stays_so_in_every_worker_but_for_a_retry() -> None:
-    header = waiting(LockHeader(is_flagged=True, is_revoked=True))
-    assert LockHeader.of(request(header.to_message())).is_revoked
-    assert not LockHeader.of(request(header.to_message(), retries=1)).is_revoked
 
 
 def test_a_revoked_message_that_was_only_deferred_is_no_redelivery() -> None:
@@ -417,31 +456,20 @@ def test_a_revoked_message_that_was_only_deferred_is_no_redelivery() -> None:
     assert not delivery_of(header).is_redelivered
 
 
-def test_the_retry_of_a_redelivered_run_is_no_redelivery() -> None:
-    header = waiting(LockHeader({"ttl": 9}))
-    again = LockHeader.of(request(header.to_message(), retries=1))
-    assert again == LockHeader({"ttl": 9}, id="1")
-
-
-def test_a_broker_that_is_away_for_long_is_asked_now_and_then() -> None:
+def test_a_broker_that_is_away_is_asked_now_and_then_and_a_queue_that_is_gone_for_a_while() -> None:
     """Neither in a busy loop, nor ever less often: an hour's pause would outlast the outage."""
     app = Celery("t", broker="memory://", set_as_default=False)
     delivery = Delivery(app.tasks["celery.backend_cleanup"], request({}))
-    error = NotRepublishedError(LockHeader(), OperationalError("away"))
-    pauses = [pause_in_slot(delivery, error, 0.0)]
+    away = NotRepublishedError(LockHeader(), OperationalError("away"))
+    pauses = [pause_in_slot(delivery, away, 0.0)]
     for _ in range(12):
-        pauses.append(pause_in_slot(delivery, error, pauses[-1]))
+        pauses.append(pause_in_slot(delivery, away, pauses[-1]))
     assert min(pauses) > 0
     assert max(pauses) == LONGEST_PAUSE
-
-
-def test_a_message_whose_queue_stays_away_waits_for_it_for_a_while() -> None:
-    app = Celery("t", broker="memory://", set_as_default=False)
-    delivery = Delivery(app.tasks["celery.backend_cleanup"], request({}))
-    error = NotRepublishedError(LockHeader(), QueueGoneError("queue 'q' is gone"))
+    gone = NotRepublishedError(LockHeader(), QueueGoneError("queue 'q' is gone"))
     pause = waited = 0.0
     while waited < 10.0:  # a worker that lost a queue declares it again within seconds
-        pause = pause_in_slot(delivery, error, pause)
+        pause = pause_in_slot(delivery, gone, pause)
         waited += pause
     with pytest.raises(RedlockError, match="queue 'q' is gone"):
-        pause_in_slot(delivery, error, pause)
+        pause_in_slot(delivery, gone, pause)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from datetime import datetime
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,6 +27,7 @@ from celery_redlock.tasks.delivery.delivery import (
     LockHeader,
     hop_of,
 )
+from celery_redlock.tasks.delivery.republish import own_properties, publish
 from celery_redlock.tasks.delivery.route import QUEUE, Route, whole_seconds
 from celery_redlock.tasks.execution.outcomes import completion_marker
 from celery_redlock.tasks.task import REQUEST
@@ -75,19 +77,74 @@ def test_only_a_task_that_acknowledges_late_heeds_the_brokers_redelivered_flag(
 @pytest.mark.parametrize(
     ("header", "expires", "acks_late", "cancelled"),
     [
-        (None, PAST, True, None),  # the main process has ended it
+        (None, PAST, True, "expired"),  # since the main process gave it to its pool
+        (None, PAST, False, "expired"),
         (DEFERRED, PAST, True, "expired"),
         (DEFERRED, None, True, None),
-        (DEFERRED, PAST, False, None),
+        (DEFERRED, PAST, False, "expired"),
         (DEFERRED.revoked(), None, True, "revoked"),
         (DEFERRED.revoked(), PAST, True, "revoked"),
         (LockHeader(is_flagged=True), PAST, True, "expired"),
     ],
 )
-def test_a_message_that_may_have_run_elsewhere_says_why_it_is_not_to_run(
+def test_a_message_says_why_it_is_not_to_run(
     header: LockHeader | None, expires: str | None, acks_late: bool, cancelled: str | None
 ) -> None:
     assert delivery_of(header, acks_late=acks_late, expires=expires).cancelled == cancelled
+
+
+STAMPED = {"stamped_headers": ["of", "by"], "stamps": {"of": ["shop"], "by": "ann"}}
+
+
+@pytest.mark.parametrize("acks_late", [True, False])
+@pytest.mark.parametrize(
+    ("stamps", "cancelled"),
+    [
+        ({"of": ["shop", "other"]}, "revoked"), ({"by": ["ann"]}, "revoked"),
+        ({"of": ["other"]}, None), ({"tenant": ["shop"]}, None),
+    ],
+)  # fmt: skip
+def test_a_run_in_the_workers_own_process_asks_whether_its_message_was_revoked_meanwhile(
+    monkeypatch: pytest.MonkeyPatch, stamps: dict[str, Any], cancelled: str | None, acks_late: bool
+) -> None:
+    by_id, by_stamp = (delivery_of(acks_late=acks_late, **fields) for fields in ({}, STAMPED))
+    eager = delivery_of(is_eager=True, **STAMPED)
+    monkeypatch.setattr("celery.worker.state.revoked_stamps", stamps)
+    assert (by_id.cancelled, by_stamp.cancelled, eager.cancelled) == (None, cancelled, None)
+    monkeypatch.setattr("celery.worker.state.revoked", {"1"})
+    assert (by_id.cancelled, by_stamp.cancelled, eager.cancelled) == ("revoked", "revoked", None)
+
+
+@pytest.mark.parametrize("acks_late", [True, False])
+def test_a_message_that_comes_back_may_be_shown_as_deferred(acks_late: bool) -> None:
+    """It may have been deferred without a try, in the memory of a worker that has died since."""
+    info = {"exchange": "", "redelivered": True}
+    assert delivery_of(acks_late=acks_late, delivery_info=info).was_deferred
+    assert delivery_of(LockHeader(waits=1)).was_deferred
+    assert delivery_of(DEFERRED).was_deferred
+    assert not delivery_of(acks_late=acks_late).was_deferred
+
+
+class Pool:
+    """A pool that is asked to end a run; uses_semaphore: as prefork's, its slots are processes."""
+
+    def __init__(self, *, uses_semaphore: bool) -> None:
+        self.uses_semaphore, self.ended = uses_semaphore, list[int]()
+
+    def terminate_job(self, pid: int, signal: object = None) -> None:
+        self.ended.append(pid)
+
+
+def test_only_a_run_that_has_begun_or_will_in_a_child_is_ended_by_a_signal() -> None:
+    job = SimpleNamespace(terminate=lambda signal: None)
+    for uses_semaphore in (True, False):
+        pool, request = Pool(uses_semaphore=uses_semaphore), request_of({})
+        request.terminate(pool)  # it waits here: it is asked for before it goes to the pool
+        assert request._terminate_on_ack is None
+        request._apply_result = lambda: job
+        request.terminate(pool)
+        assert (request._terminate_on_ack is not None) == uses_semaphore
+        assert pool.ended == []
 
 
 def test_expires_is_counted_from_now_and_is_endless_without_one() -> None:
@@ -208,3 +265,45 @@ def test_a_message_that_goes_in_hops_is_never_early(left: float, longest: float)
         assert hop <= longest + 1
         left -= hop
     assert left <= 1e-6
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("delivery_tag", "delivery_info", "body_encoding", "content_type", "priority"),
+        *("expiration", "MessageDeduplicationId", "redlock_received", "routing_key", "queue"),
+    ],
+)
+def test_a_message_is_put_back_without_what_its_transport_or_its_worker_noted(name: str) -> None:
+    assert own_properties({name: "x", "tenant": "a", "type": None}) == {"tenant": "a"}
+
+
+@pytest.mark.parametrize("protocol", [1, 2])
+def test_expires_goes_out_again_as_each_protocol_takes_it(protocol: int) -> None:
+    """Before 5.7 Celery makes a text of it for protocol 1, and passes one on for protocol 2."""
+    app = Celery("unit", broker="memory://", set_as_current=False)
+    app.conf.task_protocol, taken = protocol, list[Any]()
+    own = f"protocol {protocol}"  # the queues of memory:// are those of the process
+
+    @app.task(name="t", shared=False)
+    def task() -> None: ...
+
+    fields = {
+        "id": "1",
+        "delivery_info": {"exchange": "", "routing_key": own},
+        "expires": PAST,
+    }
+    make = app.amqp.task_protocols[protocol]
+
+    def note(*args: Any, **options: Any) -> Any:
+        taken.append(options["expires"])
+        return make(*args, **options)
+
+    app.amqp.create_task_message = note
+    publish(Delivery(task, Context(fields, args=(), kwargs={})), DEFERRED, 1.0)
+    with app.connection() as broker, broker.SimpleQueue(own) as queue:
+        message = queue.get(timeout=10)
+        message.ack()
+    embedded = message.payload if protocol == 1 else message.headers
+    assert embedded["expires"] == PAST
+    assert taken == [datetime.fromisoformat(PAST) if protocol == 1 else PAST]

@@ -6,34 +6,31 @@ import heapq
 import itertools
 from collections import defaultdict
 from collections.abc import Callable
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
+import kombu.asynchronous.timer
 import pytest
 from celery.worker import state
+from celery.worker.control import scheduled
 from hypothesis import given
 from hypothesis import strategies as st
 
 from celery_redlock.lock.model.handoff import LADDER, TURN, Step
-from celery_redlock.lock.platform.clock import Platform, SystemClock
+from celery_redlock.lock.platform.clock import Platform
+from celery_redlock.tasks.delivery.delivery import utc_now
 from celery_redlock.tasks.waiting.dispatch import Dispatcher
 from celery_redlock.tasks.waiting.loop import EventLoop
 from celery_redlock.tasks.waiting.queues import QueueKey, WaitingMessage, WaitingTimes
 from celery_redlock.tasks.waiting.successor import Successor
+from tests.clocks import StoppedClock
+from tests.unit.test_delivery import request_of
 
 TIMES = WaitingTimes()
 TASK = SimpleNamespace(name="task")
 PREFETCH = 4  # of the worker, without waiting messages
 DEADLINE = 60.0  # s after a message's arrival
-
-
-class StoppedClock(SystemClock):
-    """A clock that goes on as a test turns it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.time = 0.0
-        self.now = lambda: self.time
 
 
 class Timer:
@@ -140,16 +137,13 @@ class Worker:
 
     def admit(
         self, id_: str, since: int, resource: str = "a", countdown: float = 100.0,
-        *, waits: bool = True,
+        *, waits: bool = True, limit: int = 1, **fields: Any,
     ) -> WaitingMessage:  # fmt: skip
-        """Let a message wait, as Celery's strategy does."""
-        more = {"stamped_headers": None, "request_dict": {"properties": {}}}
-        message, now = (
-            Message(id=id_, name="task", task=TASK, expires=None, **more),
-            self.clock.time,
-        )
-        eta, deadline = now + countdown, now + DEADLINE
-        waiter = WaitingMessage(message, since, QueueKey(resource, 1), eta, deadline, waits)
+        """Let a message wait, as Celery's strategy does. fields: of the message."""
+        plain = {"expires": None, "stamped_headers": None, "request_dict": {"properties": {}}}
+        message = Message(**{"id": id_, "name": "task", "task": TASK, **plain, **fields})
+        eta, deadline = self.clock.time + countdown, self.clock.time + DEADLINE
+        waiter = WaitingMessage(message, since, QueueKey(resource, limit), eta, deadline, waits)
         self.dispatcher.add(waiter)
         self.qos.increment_eventually()
         entry = self.timer.call_after(countdown, self.dispatcher.on_eta, (message,))
@@ -194,14 +188,6 @@ def test_a_head_goes_on_though_the_news_of_it_fails() -> None:
     assert worker.ids == ["1"]
 
 
-def test_a_waiter_behind_the_head_goes_on_at_its_deadline() -> None:
-    worker = Worker()
-    worker.admit("head", 1, countdown=1000.0)
-    worker.admit("behind", 2, countdown=10.0)
-    worker.timer.turn(until=500.0)
-    assert worker.applied == [("behind", DEADLINE)]
-
-
 def test_a_head_that_is_displaced_waits_for_its_turn() -> None:
     """The dispatched head is back before the next one tried."""
     worker = Worker()
@@ -238,6 +224,18 @@ def test_celery_can_cancel_the_timer_of_a_message_that_waits_past_its_eta() -> N
     assert worker.applied == []
 
 
+def test_inspect_scheduled_lists_a_message_once_however_often_its_timer_was_set() -> None:
+    consumer, entry = SimpleNamespace(timer=kombu.asynchronous.timer.Timer()), None
+    loop, request = EventLoop(consumer, Platform(StoppedClock())), request_of({})
+    for seconds in (60.0, 10.0, 30.0):  # what is cancelled stays in kombu's timer until its time
+        loop.cancel(entry)
+        entry = loop.call_after(seconds, print, request)
+    listed = scheduled(SimpleNamespace(consumer=consumer))
+    assert [one["request"]["id"] for one in listed] == [request.id]
+    loop.cancel(entry)
+    assert scheduled(SimpleNamespace(consumer=consumer)) == []
+
+
 def test_a_head_that_is_due_looks_first_and_may_wait_on() -> None:
     worker, looks = Worker(), list[float]()
 
@@ -267,11 +265,12 @@ def test_the_heads_that_change_are_told() -> None:
     worker.admit("second", 2)
     worker.admit("third", 3)
     worker.admit("first", 1)
-    assert worker.heads.changed == ["second is first on a", "a"]
-    worker.release()
-    assert worker.heads.changed[2:] == ["a"]
+    worker.admit("of permits", 4, limit=2)
+    assert worker.heads.changed == ["second is first on a", "a", "of permits is first on a"]
+    worker.dispatcher.dispatch(worker.dispatcher.waiting()[0])
+    assert worker.heads.changed[3:] == ["a"]
     worker.dispatcher.dispatch(worker.dispatcher.waiting()[1])
-    assert worker.heads.changed[3:] == []
+    assert worker.heads.changed[4:] == []
 
 
 def worker_with_a_successor() -> tuple[Worker, Successor]:
@@ -330,6 +329,58 @@ def test_the_success_of_a_run_does_not_hide_that_the_one_after_it_left_the_lock_
     worker.consumer.controller.state.successful_requests.add("one")
     worker.timer.turn(until=2 * TIMES.retry_next_after)
     assert [id_ for id_, _ in worker.applied] == ["one", "two", "three"]
+
+
+@pytest.mark.parametrize(
+    ("limit", "succeeds", "ids"),
+    [
+        (1, "at once", ["one"]),
+        (1, "later", ["one"]),
+        (1, "before", ["one", "two"]),  # an earlier message with the same id
+        (2, "at once", ["one", "two"]),  # a release hands on one message, but more may be free
+    ],
+)
+def test_the_next_one_waits_for_the_release_of_a_run_that_succeeds(
+    limit: int, succeeds: str, ids: list[str]
+) -> None:
+    """With many workers each would ask the nodes in vain after each of its runs."""
+    worker, successor = worker_with_a_successor()
+    succeeded = worker.consumer.controller.state.successful_requests
+    if succeeds == "before":
+        succeeded.add("one")
+    elif succeeds == "at once":
+        worker.apply = lambda message: succeeded.add(message.id)
+    for since, id_ in enumerate(("one", "two")):
+        worker.admit(id_, since, limit=limit)
+    name(worker, successor, 0)
+    succeeded.add("one")
+    worker.timer.turn(until=2 * TIMES.retry_next_after)
+    assert worker.ids == ids
+
+
+def fail() -> None:
+    raise ConnectionError("backend")
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_passed"),
+    [
+        ({"expires": utc_now() - timedelta(seconds=1)}, True),
+        ({"expires": utc_now() + timedelta(days=1)}, False),
+        ({"stamped_headers": ["of"], "revoked": lambda: True}, True),
+        ({"stamped_headers": ["of"], "revoked": lambda: False}, False),
+        ({"stamped_headers": ["of"], "revoked": fail}, True),  # its end could not be stored
+        ({"revoked": fail}, False),
+    ],
+)
+def test_a_release_passes_one_that_is_not_to_run_any_more(
+    fields: dict[str, Any], is_passed: bool
+) -> None:
+    worker = Worker()
+    worker.admit("first", 1, **fields)
+    worker.admit("next", 2)
+    worker.release()
+    assert worker.ids == (["first", "next"] if is_passed else ["first"])
 
 
 def test_what_a_closed_room_held_is_not_dispatched_any_more(
@@ -454,28 +505,20 @@ def test_a_message_of_a_task_with_a_rate_limit_waits_for_its_rate_and_the_next_o
     assert worker.dispatcher.heads_to_run("a") == [second]
 
 
-def worker_with_one_cancelled() -> tuple[Worker, Any, Any, Any]:
-    """Return a worker and its messages of one key: the first and, cancelled, the second have left.
-
-    Both wait for their task's rate.
-    """
+@pytest.mark.parametrize("leaves_first", ["first", "cancelled"])
+def test_a_cancelled_message_that_leaves_lets_the_others_wait_on_for_the_rate(
+    leaves_first: str,
+) -> None:
     worker = Worker()
     worker.consumer.task_buckets["task"] = object()
-    first, cancelled, third = (worker.admit(name, n) for n, name in enumerate(("1", "2", "3"), 1))
+    first, cancelled, third = (
+        worker.admit(id_, since) for since, id_ in enumerate(("first", "cancelled", "third"))
+    )
     worker.dispatcher.dispatch(first)
-    worker.revoked.add("2")
+    worker.revoked.add("cancelled")
     worker.dispatcher.sweep()
-    return worker, first, cancelled, third
-
-
-def test_a_cancelled_message_that_leaves_does_not_take_the_place_of_the_one_before_it() -> None:
-    worker, first, cancelled, third = worker_with_one_cancelled()
     assert worker.in_bucket == [first.request, cancelled.request]
-    worker.dispatcher.on_token(first.request)
-    assert worker.dispatcher.heads_to_run("a") == [third]  # not until the cancelled one has left
-
-
-def test_a_cancelled_message_that_leaves_first_lets_the_next_one_wait_on_for_the_rate() -> None:
-    worker, _, cancelled, _ = worker_with_one_cancelled()
-    worker.dispatcher.on_token(cancelled.request)
-    assert worker.dispatcher.heads_to_run("a") == []
+    leaves = first if leaves_first == "first" else cancelled
+    worker.dispatcher.on_token(leaves.request)
+    # the cancelled one neither takes the place of the one before it, nor makes it free
+    assert worker.dispatcher.heads_to_run("a") == ([third] if leaves is first else [])

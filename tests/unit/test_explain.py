@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -26,6 +25,7 @@ from celery_redlock.operate.cli.explain import (
     with_commands,
 )
 from celery_redlock.operate.cli.group import Table
+from tests import fork_server
 from tests.pages import ROOT
 
 DOCS = ROOT / "docs"
@@ -55,9 +55,10 @@ def explain(*words: str) -> Result:
     return CliRunner().invoke(celery, ["redlock", "explain", *words])
 
 
+@pytest.mark.xdist_group("fork server")
 def test_a_person_without_an_app_gets_the_passage(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "celery", "redlock", "explain", "a-node-gives-no-vote"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = fork_server.run(command, cwd=tmp_path, package=False)
     assert done.returncode == 0, done.stderr
     title, *lines = done.stdout.splitlines()
     assert title == "A node gives no vote"

@@ -5,11 +5,12 @@ Each script is a process of its own: what one app shares, every later app of the
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests import fork_server
 
 BEGINNING = """
 from celery import Celery, Task, shared_task
@@ -33,12 +34,14 @@ def app_of(name, **conf):
 PLAIN = app_of("plain")
 OF_CELERY = set(PLAIN.tasks)
 """
-LOCKED = "from celery_redlock import LockedTask\n"
+pytestmark = pytest.mark.xdist_group("fork server")  # which is started once for all of them
+LOCKED = "from celery_redlock import LockedTask\n\n"
 
 
 def run(script: str, *arguments: str, cwd: Path | None = None) -> str:
+    """Run a script; one that begins with the package is in a process that has imported it."""
     command = [sys.executable, *(arguments or ("-c", script))]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=cwd)
+    done = fork_server.run(command, cwd=cwd, package=LOCKED in script)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
 
@@ -173,7 +176,6 @@ shop.finalize()
 assert "celery_redlock" in sys.modules
 assert set(shop.tasks) == OF_CELERY | {"shop.plain"}
 from celery_redlock import LockedTask
-
 def order(): ...
 
 refused(lambda: shop.task(lock_key="k")(order), "base=LockedTask")
@@ -209,9 +211,13 @@ def test_a_locked_task(celery_app, redlock_settings):
 """
 
 
-def test_celerys_own_fixtures_take_shared_locked_tasks(tmp_path: Path) -> None:
+def test_celerys_own_fixtures_take_shared_locked_tasks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "test_shop.py").write_text(CELERYS_FIXTURES)
-    line = "-m pytest -q -p celery.contrib.pytest -p no:celery test_shop.py"
+    # of the plugins that are installed these two alone
+    line = "-m pytest -q -p celery.contrib.pytest -p pytest_celery_redlock test_shop.py"
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     assert "3 passed" in run("", *line.split(), cwd=tmp_path)
 
 
@@ -294,6 +300,36 @@ def test_names_that_another_declares_are_not_a_locks_options() -> None:
     run(BEGINNING + LOCKED + 'shop = app_of("shop")\ndef take(sku): ...\n' + NOT_FORGOTTEN)
 
 
+NOT_FINALIZED = """
+import logging
+from contextlib import redirect_stderr
+from io import StringIO
+import celery_redlock
+shop = app_of("shop", redlock_nodes=["redis://a"])
+shop.conf.redlock_tasks = {"shop.mail": {"unique_for": 60}, "shop.*": {}}
+
+@shop.task
+def mail(): ...
+
+@shop.task
+def plain(): ...
+
+heard, text = logging.StreamHandler(StringIO()), "shop.mail without deduplication: redlock_tasks"
+logging.getLogger("celery_redlock").addHandler(heard)
+for task in (mail, mail, plain):
+    task.delay()
+assert heard.stream.getvalue().count("without deduplication") == 1
+assert text in heard.stream.getvalue()
+assert not shop.finalized
+shop.finalize()
+assert isinstance(mail, celery_redlock.LockedTask)
+"""
+
+
+def test_a_send_that_an_app_would_deduplicate_once_it_has_finalized_is_told_of() -> None:
+    run(BEGINNING + LOCKED + NOT_FINALIZED)
+
+
 UNREGISTERED = """
 from celery import Celery
 from celery_redlock import LockedTask
@@ -310,7 +346,5 @@ print(Take().lock_options()["ttl"].value, Take.app is app)
 
 
 def test_a_class_that_no_app_has_registered_goes_by_the_current_app(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", UNREGISTERED], capture_output=True, text=True, cwd=tmp_path
-    )
+    done = fork_server.run([sys.executable, "-c", UNREGISTERED], cwd=tmp_path, package=False)
     assert done.stdout == "21.0 True\n", done.stderr

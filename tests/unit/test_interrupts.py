@@ -90,73 +90,24 @@ def test_a_body_is_not_interrupted_in_what_would_swallow_it(
     assert not is_interruptible_below(body, function.__module__)
 
 
-class Looks(logging.Handler):
-    """Asks, as it handles a record, whether the bodies of this process may be interrupted."""
+def locked_task(app: Celery, name: str, run: Callable[..., Any]) -> Task:
+    return app.task(name=name, shared=False, base=LockedTask)(run)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[bool] = []
 
-    def emit(self, record: logging.LogRecord) -> None:
-        self.look()
+def test_a_run_inside_a_body_ends_before_the_body_is_interrupted() -> None:
+    app, seen = Celery("interrupts", broker="memory://", set_as_current=False), list[bool]()
+    app.conf.redlock_nodes = ["redis://127.0.0.1:1"]
 
-    def look(self, **_: Any) -> None:
+    def look() -> None:
         bodies = list(running_bodies.values())
-        self.seen += [one.is_interruptible_at(sys._getframe()) for one in bodies]
+        seen.extend(one.is_interruptible_at(sys._getframe()) for one in bodies)
 
-
-def locked_task(app: Celery, name: str, run: Callable[..., Any], **options: Any) -> Task:
-    return app.task(name=name, shared=False, base=LockedTask, **options)(run)
-
-
-@pytest.fixture
-def app() -> Celery:
-    made = Celery("interrupts", broker="memory://", set_as_current=False)
-    made.conf.redlock_nodes = ["redis://127.0.0.1:1"]
-    return made
-
-
-def test_a_handler_of_a_log_and_a_receiver_of_a_signal_are_not_interrupted(app: Celery) -> None:
-    looks, signal, logger = Looks(), Signal(name="test"), logging.getLogger("test of interrupts")
-    logger.addHandler(looks)
-    signal.connect(looks.look, weak=False)
-
-    def run() -> None:
-        looks.look()
-        logger.error("something")
-        signal.send(None)
-
-    with locking_off():
-        locked_task(app, "tells", run).apply().get()
-    assert looks.seen == [True, False, False]
-
-
-def test_a_run_inside_a_body_ends_before_the_body_is_interrupted(app: Celery) -> None:
-    looks = Looks()
-    inner = locked_task(app, "inner", looks.look)
+    inner = locked_task(app, "inner", look)
 
     def run() -> None:
         inner.apply().get()
-        looks.look()
+        look()
 
     with locking_off():
         locked_task(app, "outer", run).apply().get()
-    assert looks.seen == [False, True, True]
-
-
-def test_a_key_that_a_body_makes_for_another_lock_is_not_interrupted(app: Celery) -> None:
-    looks = Looks()
-
-    def key(task: Task, args: Any, kwargs: Any) -> str:
-        looks.look()
-        return "k"
-
-    def nothing() -> None: ...
-
-    def run() -> None:
-        other.lock_for()
-
-    other = locked_task(app, "other", nothing, lock_key=key)
-    with locking_off():
-        locked_task(app, "asks", run).apply().get()
-    assert looks.seen == [False]
+    assert seen == [False, True, True]

@@ -3,14 +3,17 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 from celery import Celery
 from kombu import Exchange, Queue
+from kombu.transport import _transport_cache
 
 from celery_redlock import LockedTask, SettingsError
-from celery_redlock.operate.lints import Lint, left_open, lint
+from celery_redlock.operate.lints import Lint, lint
+from celery_redlock.operate.start_report import left_open
 from celery_redlock.tasks.settings.levels import declared_queues
 
 NODES = ["redis://a", "redis://b", "redis://c"]
@@ -190,6 +193,49 @@ def test_metrics_are_told_if_the_library_that_counts_them_is_missing(
     assert not lint(app)
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     assert said(app) == [("warning", "app: redlock_metrics")]
+
+
+@pytest.mark.parametrize(
+    ("scheme", "modules", "cause"),
+    [
+        (
+            "redis",
+            ["kombu.transport.redis", "packaging.version"],
+            "its transport cannot import packaging.version: run pip install 'kombu[redis]'",
+        ),
+        ("etcd", ["kombu.transport.etcd", "etcd"], "no message can be sent: Missing python-etcd"),
+        ("librabbitmq", [], "its transport cannot import librabbitmq: run pip install 'kombu["),
+        ("nosuch", [], "no message can be sent: No such transport: nosuch"),
+    ],
+)
+def test_a_transport_that_cannot_be_imported_is_one_error_beside_what_else_is_found(
+    scheme: str, modules: list[str], cause: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = {one: kind for one, kind in _transport_cache.items() if one != scheme}
+    monkeypatch.setattr("kombu.transport._transport_cache", known)
+    for name in modules[:1]:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    for name in modules[1:]:
+        monkeypatch.setitem(sys.modules, name, None)
+    url = f"{scheme}://me:secret@a"
+    app = shop({"broker_url": url, "redlock_queues": {"x": {}}, PREFETCH: 0})
+    found = lint(app)
+    assert [(one.level, one.setting) for one in found] == [
+        ("error", "app: broker_url"),
+        ("warning", "app: redlock_queues"),
+        ("warning", f"app: {PREFETCH}"),
+    ]
+    assert found[0].value == f"{scheme}://a"
+    assert found[0].hint.startswith(cause)
+    app = shop({"broker_read_url": "memory://", "broker_write_url": [url, "memory://"]})
+    assert said(app) == [("error", "app: broker_write_url")]
+
+
+def test_a_broker_that_forgets_what_a_killed_worker_has_received_is_named(tmp_path: Path) -> None:
+    folder = {"data_folder_in": str(tmp_path), "data_folder_out": str(tmp_path)}
+    forgets = {"broker_url": "filesystem://", "broker_transport_options": folder}
+    assert said(shop(forgets)) == [("warning", "app: broker_url")]
+    assert said(shop({"broker_url": "memory://"})) == []  # it ends with its process
 
 
 def test_a_task_that_cannot_be_meant_leaves_other_tasks_their_lints() -> None:
@@ -448,12 +494,21 @@ def test_what_the_defaults_leave_open_is_told_in_one_line_each() -> None:
         (partial(shop, lock={"max_hold": 60}), "max_wait, max_hold"),
         (partial(shop, task={"time_limit": 60.0}), "max_wait, max_hold"),
         (partial(shop, {"task_soft_time_limit": 60.0}), "max_wait, max_hold"),
+        (partial(shop, {"redlock_tasks": {"vendor.*": {}}}), "app: redlock_tasks"),
         (shop, VISIBILITY),
         (partial(shop, ON_REDIS, task={"acks_late": False}), VISIBILITY),
     ],
 )
 def test_what_the_user_has_decided_is_not_left_open(decided: App, what: str) -> None:
     assert what not in [setting for _, setting, _ in opened(decided())]
+
+
+def test_adopted_tasks_with_deduplicated_sends_are_told_what_their_senders_need() -> None:
+    conf = {"redlock_tasks": {"vendor.*": {"unique_for": 60}}}
+    found = left_open(shop_of(conf, {"shop.f": {}}, unlocked="vendor.build"))
+    (one,) = [one for one in found if one.setting == "app: redlock_tasks"]
+    assert "vendor.build: a process that sends them" in one.hint
+    assert "shop.f" not in one.hint
 
 
 def test_an_app_without_locked_tasks_leaves_nothing_open() -> None:

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 import celery_redlock
 from celery_redlock import Redlock
 from celery_redlock.lock.node_status import NodeReport, shared_settings_of
-from celery_redlock.operate.lints import _unknown_queues, left_open, lint
+from celery_redlock.operate.lints import lint
+from celery_redlock.operate.start_report import left_open
 from celery_redlock.tasks.startup import _log_report
+from tests.sources import ONE_PROCESS, lines_of, nodes_of, text_of, tree_of
 from tests.unit.test_lints import shop_of
 
 PACKAGE = Path(celery_redlock.__file__).parent
@@ -26,9 +28,12 @@ OF_OTHERS = (  # words of redis-py, the system and RabbitMQ, and how each Settin
     r"Error 111 connecting to \S+ Connection refused", r"\[Errno \d+\] [A-Z][a-z ]+",
     r"[\w ':]+: \w+=\S+: \.\.\.", r"[\w.]+\[\S+\] on \S+",
 )  # fmt: skip
-TREES = [ast.parse(path.read_text(encoding="utf-8")) for path in sorted(PACKAGE.rglob("*.py"))]
+MODULES = sorted(PACKAGE.rglob("*.py"))
+pytestmark = ONE_PROCESS
 # the ways in which the package names the event of a line
 _EVENT = re.compile(r"(?:'event': |log_extra\(|_warn\(|_log\()\s*'(\w+)'")
+_LEVEL = re.compile(r"logger\.(\w+)\(")
+_LOGS = re.compile(r"logger\.|_warn\(")
 _ROW = re.compile(r"^\| (?P<lines>`.+?`) \| `(?P<event>\w+)` \|", re.MULTILINE)
 _HOLE = re.compile(r"(%(?:\.\d)?[srdf])")
 _FILLS = {"s": "(.+?)", "r": r"(['\"].+['\"]|\w+\(.+\))", "d": r"(\d+)", "f": r"(\d+\.\d+)"}
@@ -41,22 +46,35 @@ def rows() -> list[tuple[str, str]]:
     return [(event, line) for event, lines in found for line in re.findall("`([^`]+)`", lines)]
 
 
-def formats() -> Iterator[tuple[str, set[str]]]:
-    """Yield each format of a line in the code, with the events that its function names."""
-    for tree in TREES:
-        shared = {
-            one.targets[0].id: one.value
-            for one in tree.body
-            if isinstance(one, ast.Assign) and isinstance(one.targets[0], ast.Name)
-        }
-        for node in ast.walk(tree):
-            source = ast.unparse(node) if isinstance(node, ast.FunctionDef) else ""
-            events = set(_EVENT.findall(source))
-            if re.search(r"logger\.|_warn\(", source) and not events & AT_DEBUG:
-                named = [shared.get(one.id) for one in ast.walk(node) if isinstance(one, ast.Name)]
-                for text in [*texts_of(node), *(text for one in named for text in texts_of(one))]:
-                    if len(text.split()) > 2 and (_HOLE.search(text) or len(text.split()) > 8):
-                        yield text, events
+@functools.cache
+def formats() -> list[tuple[str, set[str]]]:
+    """Return each format of a line in the code, with the events that its function names."""
+    return [found for path in MODULES for found in formats_in(path)]
+
+
+def formats_in(path: Path) -> Iterator[tuple[str, set[str]]]:
+    if not _LOGS.search(text_of(path)):
+        return
+    shared = {
+        one.targets[0].id: one.value
+        for one in tree_of(path).body
+        if isinstance(one, ast.Assign) and isinstance(one.targets[0], ast.Name)
+    }
+    functions = [node for node in nodes_of(path) if isinstance(node, ast.FunctionDef)]
+    for node in functions:
+        source = ast.unparse(node) if _LOGS.search(lines_of(path, node)) else ""
+        events = set(_EVENT.findall(source))
+        if _LOGS.search(source) and not events & AT_DEBUG:
+            named = [shared.get(one.id) for one in ast.walk(node) if isinstance(one, ast.Name)]
+            for text in [*texts_of(node), *(text for one in named for text in texts_of(one))]:
+                if len(text.split()) > 2 and (_HOLE.search(text) or len(text.split()) > 8):
+                    yield text, events
+
+
+def events_in(path: Path) -> set[str]:
+    """Return the events that a file names."""
+    names_any = re.search(r"\"event\"|log_extra\(|_warn\(|_log\(", text_of(path))
+    return set(_EVENT.findall(ast.unparse(tree_of(path)))) if names_any else set()
 
 
 def texts_of(node: ast.AST | None) -> Iterator[str]:
@@ -72,7 +90,7 @@ def texts_of(node: ast.AST | None) -> Iterator[str]:
 
 def templates() -> Iterator[re.Pattern[str]]:
     """Yield what each text of the package with two words or more may be once it is filled in."""
-    for node in (one for tree in TREES for one in ast.walk(tree)):
+    for node in (one for path in MODULES for one in nodes_of(path)):
         if isinstance(node, ast.JoinedStr):
             parts = [str(one.value) if isinstance(one, ast.Constant) else "" for one in node.values]
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
@@ -101,10 +119,10 @@ def pattern_of(text: str) -> re.Pattern[str]:
 
 
 def test_the_page_has_each_event_and_each_line_of_the_code() -> None:
-    written = {event for tree in TREES for event in _EVENT.findall(ast.unparse(tree))}
+    written = set().union(*map(events_in, MODULES))
     assert {"lock_lost", "run_deferred", "state_not_read", "node_evicts"} <= written
     assert {event for event, _ in rows()} == written - AT_DEBUG
-    found = list(formats())
+    found = formats()
     assert len(found) > 45
     missing = [
         text
@@ -115,6 +133,19 @@ def test_the_page_has_each_event_and_each_line_of_the_code() -> None:
         )
     ]
     assert missing == []
+
+
+def test_what_the_page_leaves_out_is_logged_at_debug() -> None:
+    found = {
+        event: _LEVEL.findall(source)
+        for path in MODULES
+        if _LOGS.search(text_of(path))
+        for node in nodes_of(path)
+        if isinstance(node, ast.FunctionDef)
+        for source in [ast.unparse(node)]
+        for event in AT_DEBUG & set(_EVENT.findall(source))
+    }
+    assert found == {event: ["debug"] for event in AT_DEBUG}
 
 
 def test_the_settings_of_a_line_are_those_of_a_client_of_as_many_nodes() -> None:
@@ -160,8 +191,7 @@ def test_the_lines_about_the_nodes_at_a_start_are_on_the_page(
 def test_the_lines_about_settings_are_those_of_an_app(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     app = shop_of({"redlock_metrics": 9808}, {"shop.take": {}})
-    closed = SimpleNamespace(task_create_missing_queues=False)
-    found = [*lint(app), *left_open(app), *_unknown_queues(["import"], ["imports"], closed)]
+    found = [*lint(app), *left_open(app)]
     for event, line in rows():
         if event in {"lint", "left_open"}:
             assert [one for one in found if str(one).startswith(line.removesuffix("..."))], line

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import re
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 from celery import Celery
 
-from celery_redlock import Backoff, LockedTask
+from celery_redlock import Backoff, LockedTask, SettingsError
 from celery_redlock.tasks.settings.app import APP_SETTING
 from celery_redlock.tasks.settings.levels import read_app
 from celery_redlock.tasks.settings.options import OPTION
@@ -71,6 +72,8 @@ def test_an_option_says_whether_it_takes_a_callable(name: str) -> None:
     lines = " ".join(OPTIONS_PAGE.sections[name].split())
     takes_callables = "A callable at task and app level only" in lines
     assert takes_callables == (name in ("key", "on_conflict", "limit"))
+    with nullcontext() if takes_callables else pytest.raises(SettingsError, match=f"k_{name}=<"):
+        read_app({"redlock_nodes": NODES, f"redlock_{name}": lambda *_: "x"})
 
 
 def tasks_of(example: str) -> list[Any]:

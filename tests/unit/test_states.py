@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ import pytest
 from celery import Celery
 from celery.app.task import Context
 from celery.backends.base import KeyValueStoreBackend
+from celery.events.state import State
 from celery.exceptions import SoftTimeLimitExceeded
 from celery.signals import task_revoked
 
@@ -104,6 +106,27 @@ def test_of_a_backend_that_cannot_be_read_no_message_is_dropped(make_task: Make)
     assert not reporter.has_final_state(if_none_wanted=True)
 
 
+@pytest.mark.parametrize("end", ["revoked", "expired", "started"])
+def test_a_monitor_leaves_deferred_and_its_reason_with_each_end(make_task: Make, end: str) -> None:
+    shown, clock = State(), itertools.count(1)
+
+    def send(kind: str, **fields: Any) -> None:
+        at = {"timestamp": next(clock), "local_received": next(clock), "clock": next(clock)}
+        shown.event({"type": kind, "uuid": "1", "hostname": "w1@here", "pid": 1, **at, **fields})
+
+    reporter, why = StateReporter(make_task(None), a_request(), send), "k: held by another"
+    send("task-received", name="unit.states")
+    reporter.deferred({"resource": "k", "deferrals": 1, "waited": 0.0, "next_try": "later"}, why)
+    assert (shown.tasks["1"].state, shown.tasks["1"].result[:7]) == ("DEFERRED", "k: k: h")
+    if end == "started":
+        reporter.started(was_deferred=True)
+    else:
+        reporter.revoked(end, was_deferred=True)
+    task = shown.tasks["1"]
+    assert task.state == ("STARTED" if end == "started" else "REVOKED")
+    assert (task.result, task.exception, task.traceback) == (None, None, None)
+
+
 def test_receivers_hear_of_what_the_gate_revokes_as_of_what_celery_does(make_task: Make) -> None:
     task, request, told = make_task(None), a_request(), []
 
@@ -112,7 +135,7 @@ def test_receivers_hear_of_what_the_gate_revokes_as_of_what_celery_does(make_tas
 
     task_revoked.connect(hear, sender=task)
     for reason in ("expired", "revoked"):
-        StateReporter(task, request).revoked(reason)
+        StateReporter(task, request).revoked(reason, was_deferred=False)
     assert told == [(task, request, False, True), (task, request, False, False)]
 
 

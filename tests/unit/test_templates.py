@@ -12,6 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from celery_redlock.errors import ArgumentsError, SettingsError
+from celery_redlock.tasks.arguments import Parameters
 from celery_redlock.tasks.settings.levels import read_app
 from celery_redlock.tasks.settings.task_config import TaskCall, compile_config
 from celery_redlock.tasks.settings.templates import digest, fill
@@ -79,7 +80,7 @@ def test_arguments_are_bound_as_python_binds_them(
     body: Callable[..., Any], args: list[int], kwargs: dict[str, int]
 ) -> None:
     signature = inspect.signature(body)
-    made = compile_config(APP, "shop.take", {}, signature)
+    made = compile_config(APP, "shop.take", {}, Parameters(signature))
     call = TaskCall(None, args, kwargs, "celery")
     try:
         body(*args, **kwargs)

@@ -57,93 +57,30 @@ def test_nonsense_is_the_priority_of_a_message_without_one(nonsense: object) -> 
     assert [priority_order(nonsense, driver) for driver in ("redis", "amqp")] == [0, 0]
 
 
-@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=30))
-def test_waiters_are_in_order_of_priority_and_then_of_first_deferral(
-    messages: list[tuple[int, int]],
-) -> None:
+@pytest.mark.parametrize("since", [1, 3], ids=["deferred before", "deferred after"])
+def test_while_the_dispatched_head_tries_the_next_one_holds_back_for_a_moment(since: int) -> None:
     queues = MessageQueues(TIMES)
-    for priority, since in messages:
-        queues.add(waiter(since, priority=priority))
-    assert queues.last_of_longest() is queues.on("a")[-1]
-    dispatched = []
-    while heads := queues.heads("a"):
-        dispatched.append((heads[0].priority, heads[0].since))
-        queues.remove(heads[0], 0.0)
-    assert dispatched == sorted(messages)
-
-
-def test_a_dispatched_head_that_is_back_is_where_its_priority_and_first_deferral_put_it() -> None:
-    queues = MessageQueues(TIMES)
-    urgent, later, plain = (waiter(since, priority=p) for since, p in ((5, 1), (6, 1), (1, 2)))
-    for each in (plain, later, urgent):
-        queues.add(each)
-    queues.remove(urgent, 100.0)
-    again, most_urgent = waiter(5, priority=1), waiter(7)
-    queues.add(most_urgent)
-    queues.add(again)
-    assert queues.on("a") == [most_urgent, again, later, plain]
-
-
-def test_while_an_urgent_head_tries_an_earlier_message_of_lower_priority_holds_back() -> None:
-    queues, urgent, plain = MessageQueues(TIMES), waiter(5, priority=1), waiter(1, priority=2)
+    urgent, again, plain = (waiter(s, priority=p) for s, p in ((2, 1), (2, 1), (since, 2)))
     queues.add(urgent)
     queues.remove(urgent, 100.0)
     queues.add(plain)
-    assert queues.retry_in(plain, 100.0) == RETRY_NEXT_AFTER
-
-
-def test_celerys_own_timer_serves_a_waiter_before_its_eta_and_one_with_a_budget() -> None:
-    queues, (head, with_budget) = queued(1, 2)
-    head.eta, with_budget.waits_for_release = 5.0, False
-    assert queues.retry_in(head, 4.0) is None
-    assert queues.retry_in(head, 5.0) == 0.0
-    assert queues.retry_in(with_budget, 5.0) is None
-
-
-def test_while_the_dispatched_head_tries_the_next_one_holds_back_for_a_moment() -> None:
-    queues, (first, second) = queued(1, 2)
-    queues.remove(first, 100.0)
-    assert queues.retry_in(second, 100.25) == RETRY_NEXT_AFTER - 0.25
-    assert queues.retry_in(second, 100.0 + RETRY_NEXT_AFTER) == 0.0
+    assert queues.retry_in(plain, 100.25) == RETRY_NEXT_AFTER - 0.25
+    assert queues.retry_in(plain, 100.0 + RETRY_NEXT_AFTER) == 0.0
+    queues.add(again)
+    assert queues.retry_in(again, 100.25) == 0.0
 
 
 def test_the_next_one_holds_back_for_longer_if_the_lock_comes_round_less_often() -> None:
-    queues, (first, second, third, fourth) = queued(1, 2, 3, 4)
-    queues.remove(first, 100.0, is_named=True)
-    queues.remove(second, 101.5, is_named=True)
-    assert queues.retry_in(third, 101.5) == 3.0
-    queues.remove(third, 160.0, is_named=True)
-    assert queues.retry_in(fourth, 160.0) == AT_MOST
-
-
-def test_how_long_the_first_head_waited_counts_as_well() -> None:
-    queues, (first, second) = queued(1, 2)
+    queues, (first, second, third, fourth, fifth) = queued(1, 2, 3, 4, 5)
     first.came_at = 100.0
     queues.remove(first, 102.0, is_named=True)
     assert queues.retry_in(second, 102.0) == 4.0
-
-
-def test_the_next_one_counts_on_no_release_if_the_head_found_its_lock_free_by_itself() -> None:
-    queues, (first, second, third) = queued(1, 2, 3)
-    queues.remove(first, 100.0, is_named=True)
-    queues.remove(second, 101.5)
-    assert queues.retry_in(third, 101.5) == RETRY_NEXT_AFTER
-
-
-def test_a_message_that_arrives_while_the_head_tries_holds_back_too() -> None:
-    queues, (first,) = queued(1)
-    queues.remove(first, 100.0)
-    second = waiter(2)
-    queues.add(second)
-    assert queues.retry_in(second, 100.0) == RETRY_NEXT_AFTER
-
-
-def test_a_head_that_is_back_goes_by_its_own_countdown() -> None:
-    queues, (first, _) = queued(1, 2)
-    queues.remove(first, 100.0)
-    again = waiter(1)
-    queues.add(again)
-    assert queues.retry_in(again, 100.0) == 0.0
+    queues.remove(second, 103.5, is_named=True)
+    assert queues.retry_in(third, 103.5) == 3.0
+    queues.remove(third, 160.0, is_named=True)
+    assert queues.retry_in(fourth, 160.0) == AT_MOST
+    queues.remove(fourth, 161.5)  # it found its lock free by itself: no release is to be counted on
+    assert queues.retry_in(fifth, 161.5) == RETRY_NEXT_AFTER
 
 
 def test_a_resource_without_waiters_is_known_until_it_is_forgotten() -> None:
@@ -164,22 +101,6 @@ def test_a_postponed_head_looks_at_its_new_time_and_at_its_deadline_at_the_lates
     assert queues.retry_in(head, 10.0) == 20.0
     head.deadline = 15.0
     assert queues.retry_in(head, 10.0) == 5.0
-
-
-def test_a_queue_has_a_message_while_one_of_its_limit_waits() -> None:
-    queues, (one,) = queued(1)
-    assert queues.head(QueueKey("a", 1)) is one
-    assert queues.head(QueueKey("a", 2)) is None
-    assert queues.head(QueueKey("b", 1)) is None
-    queues.remove(one, 0.0)
-    assert queues.head(QueueKey("a", 1)) is None
-
-
-def test_the_head_of_each_queue_is_known_and_nobody_that_has_left() -> None:
-    queues, (first, second) = queued(1, 2)
-    assert queues.head(QueueKey("a", 1)) is first
-    queues.remove(first, 0.0)
-    assert queues.head(QueueKey("a", 1)) is second
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.sampled_from("ab"), st.booleans()), max_size=30))
@@ -271,6 +192,7 @@ class Queues(RuleBasedStateMachine):
         heads = [each for resource in "ab" for each in self.queues.heads(resource)]
         assert sorted(heads) == sorted({self.queue_of(each)[0] for each in self.here})
         for each in self.here:
+            assert self.queues.head(each.queue) is self.queue_of(each)[0]
             in_order = [w for w in self.queues.on(each.queue.name) if w.queue == each.queue]
             assert in_order == self.queue_of(each)
 
@@ -291,20 +213,14 @@ class Queues(RuleBasedStateMachine):
 TestQueues = Queues.TestCase
 
 
-def test_of_a_quorum_nothing_is_missed_before_the_subscription() -> None:
+def test_a_message_misses_the_return_of_a_quorum_once() -> None:
     history = QuorumHistory()
     assert not history.claim("task", 0.0)
     history.record(100.0, {"task"})
     assert not history.claim("task", 50.0)
-    assert history.claim("another task", 50.0)
-
-
-def test_a_message_misses_the_return_of_a_quorum_once() -> None:
-    history = QuorumHistory()
-    history.record(100.0, set())
-    assert not history.claim("task", 100.1)
-    assert history.claim("task", 100.0)
-    assert not history.claim("task", 100.0)
+    assert not history.claim("another task", 100.1)
+    assert history.claim("another task", 100.0)
+    assert not history.claim("another task", 100.0)
 
 
 @pytest.mark.parametrize("rate", ["", "0/s", "1/0 s", "1001/m", "5/99999 s", "often"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +18,8 @@ import celery_redlock
 import celery_redlock_entry
 from celery_redlock import wiring
 from celery_redlock.tasks.unique import send
+from tests import fork_server
+from tests.sources import ONE_PROCESS, nodes_of
 
 PACKAGE = Path(celery_redlock.__file__).parent
 SIGNALS = {name: one for name, one in vars(signals).items() if isinstance(one, Signal)}
@@ -74,7 +75,7 @@ connect = signals.task_postrun.connect
 
 def slow_connect(*args, **options):
     connects.set()
-    assert goes_on.wait(20)
+    assert goes_on.wait(120)
     return connect(*args, **options)
 
 def settle(): ...
@@ -88,7 +89,7 @@ def declare(name):
 signals.task_postrun.connect = slow_connect
 threads = [threading.Thread(target=declare, args=(name,)) for name in ("shop", "store")]
 threads[0].start()
-assert connects.wait(20)
+assert connects.wait(120)
 threads[1].start()
 threads[1].join(0.5)
 goes_on.set()
@@ -96,6 +97,9 @@ for thread in threads:
     thread.join()
 assert seen["store"] == seen["shop"] > 0, seen
 """
+
+
+FORKED = pytest.mark.xdist_group("fork server")
 
 
 def name_of(function: Any) -> str:
@@ -110,10 +114,11 @@ def ours(names: list[str]) -> list[str]:
 def registered() -> list[dict[str, Any]]:
     """Return what is registered in a new process: before and after the first locked task, later."""
     command = [sys.executable, "-c", REGISTERED]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    done = fork_server.run(command, check=True, timeout=120, package=False)
     return list(json.loads(done.stdout))
 
 
+@FORKED
 def test_each_signal_has_the_receivers_of_the_list_and_no_other_one(
     registered: list[dict[str, Any]],
 ) -> None:
@@ -126,6 +131,7 @@ def test_each_signal_has_the_receivers_of_the_list_and_no_other_one(
     assert found == {name: sorted(names) for name, names in listed.items()}
 
 
+@FORKED
 def test_without_a_locked_task_nothing_is_connected_but_two_hooks_and_what_carries_options(
     registered: list[dict[str, Any]],
 ) -> None:
@@ -137,6 +143,7 @@ def test_without_a_locked_task_nothing_is_connected_but_two_hooks_and_what_carri
     assert not ours(list(registered[0]["commands"].values()))
 
 
+@FORKED
 def test_what_is_first_is_first_in_line(registered: list[dict[str, Any]]) -> None:
     first = [one for one in wiring.RECEIVERS if one.first]
     assert len(first) == len({id(one.signal) for one in first}) == 2
@@ -145,6 +152,7 @@ def test_what_is_first_is_first_in_line(registered: list[dict[str, Any]]) -> Non
         assert registered[1]["signals"][name][0] == name_of(one.function)
 
 
+@FORKED
 def test_finalizers_and_commands_are_those_of_the_list(registered: list[dict[str, Any]]) -> None:
     finalizers = [name_of(celery_redlock_entry.look_at_app)]
     assert [ours(one["finalizers"]) for one in registered] == [finalizers] * 3
@@ -154,18 +162,21 @@ def test_finalizers_and_commands_are_those_of_the_list(registered: list[dict[str
     assert set(commands) == set(celery_redlock_entry.INSPECT_COMMANDS)
 
 
+@FORKED
 def test_nothing_is_connected_to_the_public_signals(registered: list[dict[str, Any]]) -> None:
     assert len(registered[1]["public"]) == 9
     assert not any(registered[1]["public"].values())
 
 
+@FORKED
 def test_a_second_import_connects_nothing_twice(registered: list[dict[str, Any]]) -> None:
     _, first, second = registered
     assert second == first
 
 
+@FORKED
 def test_a_thread_that_binds_a_locked_task_finds_all_connected() -> None:
-    subprocess.run([sys.executable, "-c", TWO_THREADS], check=True, timeout=120)
+    fork_server.run([sys.executable, "-c", TWO_THREADS], check=True, timeout=120, package=False)
 
 
 def test_a_worker_gets_the_steps_of_the_list() -> None:
@@ -183,7 +194,7 @@ def modules_that_use(*names: str) -> set[str]:
     found = set()
     for path in PACKAGE.rglob("*.py"):
         module = str(path.relative_to(PACKAGE))
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes_of(path):
             imported = [one.name for one in node.names] if isinstance(node, ast.ImportFrom) else []
             if getattr(node, "attr", None) in names or set(imported) & set(names):
                 found.add(module)
@@ -191,6 +202,7 @@ def modules_that_use(*names: str) -> set[str]:
     return {module for module in found if not module.startswith("testing/")}
 
 
+@ONE_PROCESS
 def test_nothing_else_connects_to_celery() -> None:
     on_demand = {"operate/metrics.py", "operate/tracing.py"}
     # the lock's floor imports no Celery, and connects to nodes
@@ -198,7 +210,7 @@ def test_nothing_else_connects_to_celery() -> None:
     assert connecting == {"wiring.py", *on_demand}
     registering = ("connect_on_app_finalize", "inspect_command", "control_command", "steps")
     assert modules_that_use(*registering) == {"wiring.py"}
-    at_fork = {"lock/client.py", "tasks/children/reaper.py"}
+    at_fork = {"lock/platform/forks.py", "tasks/children/reaper.py"}
     assert modules_that_use("register_at_fork") == at_fork
     named = set(re.findall(r"`(\w+/[\w/]+\.py)`", wiring.__doc__ or ""))
     assert named == on_demand | at_fork

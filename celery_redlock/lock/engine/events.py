@@ -15,13 +15,14 @@ from celery_redlock.lock.engine.watchdog import Watchdog
 from celery_redlock.lock.model.acquisition import Acquisition
 from celery_redlock.lock.model.lease import Lease
 from celery_redlock.lock.platform.clock import Clock
-from celery_redlock.lock.server.error_hints import with_hint
+from celery_redlock.lock.server.error_hints import hint_of, strip_args, with_hint
 from celery_redlock.lock.server.handshake import ServerInfo
 from celery_redlock.lock.transport.node import Node
 
 logger = logging.getLogger(__name__)
 
 EVICTS_LOCKS = "with a full memory the node deletes held locks; set it to noeviction"
+LEAVES_WITH_SLOT = "once the slot of its locks moves, it grants none; name a standalone server"
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,7 @@ class Events:
 
     def forget(self) -> None:
         self._greeted: set[int] = set()  # nodes that this process has connected to before
+        self._unheard: set[tuple[int, str]] = set()  # nodes that refuse to send messages, and hints
 
     def claiming(self, acquisition: Acquisition, lease: Lease) -> None:
         """Report that the acquire request for a key is about to be written."""
@@ -207,10 +209,21 @@ class Events:
             keeps = node.address.keeps_locks
             text = abstention_cause(greeting.abstains_for, keeps_locks=keeps)
             self._log("node_silent", level, text, node, anchors.NODE_RESTARTED)
+        if greeting.in_cluster and node.index not in self._greeted:
+            text = f"is a cluster member: {LEAVES_WITH_SLOT}"
+            self._log("node_in_cluster", logging.WARNING, text, node, anchors.NODE_FAILS)
         self._greeted.add(node.index)
         if greeting.evicts:
             text = f"has maxmemory-policy {greeting.evicts}: {EVICTS_LOCKS}"
             self._log("node_evicts", logging.ERROR, text, node, anchors.NODE_EVICTS)
+
+    def node_unheard(self, node: Node, cause: str) -> None:
+        """Report once that a node refuses to send messages, unless that ends by itself."""
+        hint = hint_of(cause)
+        if hint and (node.index, hint) not in self._unheard:
+            self._unheard.add((node.index, hint))
+            text = f"sends no message, so waiters poll: {with_hint(strip_args(cause))}"
+            self._log("messages_refused", logging.WARNING, text, node, anchors.NODE_FAILS)
 
     def _log(self, event: str, level: int, text: str, node: Node, see: str) -> None:
         extra, line = {"event": event, "node": node.name}, "node %s %s. See %s"

@@ -237,7 +237,12 @@ class Inbox:
             how = core.nodes.timeout, core.platform, self.channels
             new = core.platform.new_subscriber or Subscriber
             made = [
-                new(node.address, *how, functools.partial(self.on_message, node=node.index))
+                new(
+                    node.address,
+                    *how,
+                    functools.partial(self.on_message, node=node.index),
+                    functools.partial(core.events.node_unheard, node),
+                )
                 for node in core.nodes.all
             ]
             self._subscribers.setdefault(None, made)

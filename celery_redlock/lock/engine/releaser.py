@@ -59,6 +59,11 @@ class Outbox:
     def is_empty(self) -> bool:
         return not any(self._items)
 
+    @property
+    def nodes(self) -> list[int]:
+        """The nodes that an item waits for."""
+        return [node for node, items in enumerate(self._items) if items]
+
     def flush(self, now: float) -> None:
         for node, items in zip(self._nodes.all, self._items, strict=True):
             for key, item in list(items.items()):

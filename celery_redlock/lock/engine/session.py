@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import os
 from asyncio.events import _get_running_loop
 from collections.abc import Sequence
 from typing import Any
@@ -21,11 +20,13 @@ from celery_redlock.lock.model.acquisition import Acquisition, Flow, Owner
 from celery_redlock.lock.model.lease import LockKey
 from celery_redlock.lock.model.options import ClientOptions, LockOptions
 from celery_redlock.lock.platform.clock import Platform
+from celery_redlock.lock.platform.forks import check_process
 from celery_redlock.lock.transport.address import Address
 from celery_redlock.lock.transport.connection import connect_budget
 
 EXCHANGED_EVERY = 1 / 3  # of a grace period: how often nodes get the tenures of other nodes
 RECONNECT_IDLE = 1.0  # seconds, doubled each time, until an idle process tries lost nodes again
+LAST_ROUNDS = 4  # of a lost release: it is noticed, connected for, sent, and sent with its source
 IDLE = 30.0  # seconds after which an unused connection is checked by a PING
 
 
@@ -84,10 +85,23 @@ class Session(Core):
         self._is_ending = True  # last: the reports of these releases must still go out
         self.watchdog.run_maintenance_by(self.clock.now())
 
+    def deliver(self) -> None:
+        """Give what the nodes are still owed, as releases, one node timeout, with a reconnect."""
+        clock, nodes, releaser = self.clock, self.nodes, self.releaser
+        until = clock.now() + nodes.timeout
+        for _ in range(LAST_ROUNDS):
+            releaser.outbox.flush(clock.now())
+            due = {node.index for node in nodes.all if node.outstanding}
+            due.update(releaser.outbox.nodes)
+            if not (due or nodes.mail) or clock.now() >= until:
+                return
+            nodes.flush(sorted(due), until)
+
     def close(self) -> None:
         self.is_closed = True  # first: a caller that begins to wait later does not wait
         self.watchdog.stop()
         self.callers.close()
+        self.deliver()
         self.threads.close()
         self.nodes.close()
 
@@ -95,7 +109,7 @@ class Session(Core):
 
     def current_owner(self) -> Owner:
         task = None if _get_running_loop() is None else asyncio.current_task()
-        return os.getpid(), self._flows.get(in_task=task is not None), task
+        return check_process(), self._flows.get(in_task=task is not None), task
 
     def release_orphans(
         self, options: LockOptions, orphans: Sequence[tuple[str, int, str]], acquired_at: float

@@ -88,7 +88,13 @@ class ThreadPool:
                         return
                 continue
             if step is None:
-                continue
+                with self._mutex:
+                    if not self._steps.empty():
+                        continue
+                    self.count -= 1
+                    if self.count:  # this thread may have taken what was to wake another one
+                        self._steps.put(None)
+                return
             began = self._clock.now()
             try:
                 step.run()

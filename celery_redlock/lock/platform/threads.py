@@ -374,13 +374,20 @@ class JobQueue:
         self.go_on()
 
     def go_on(self) -> None:
-        """Do the remaining jobs: an exception may have interrupted their caller."""
+        """Do the remaining jobs: an exception may have interrupted their caller.
+
+        The loop is a function of its own: CPython 3.12 and 3.13 compile some jumps of a loop
+        without the handlers around it, so what a signal raises there would pass them by.
+        """
         try:
-            while self.pending and self.lock.run(self._do_all):
-                pass  # again: a job may have been queued as the owner ended
+            self._do_rest()
         except BaseException:
             self._wake()  # a waiting caller continues with the jobs
             raise
+
+    def _do_rest(self) -> None:
+        while self.pending and self.lock.run(self._do_all):
+            pass  # again: a job may have been queued as the owner ended
 
     def _do_all(self) -> None:
         jobs = self.pending

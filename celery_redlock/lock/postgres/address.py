@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 from urllib.parse import parse_qsl, urlencode
+from uuid import uuid4
 
 import hiredis
 import psycopg
@@ -28,24 +29,26 @@ from celery_redlock.lock.postgres.errors import words_of
 from celery_redlock.lock.postgres.pipeline import Pipeline, ready
 from celery_redlock.lock.postgres.pubsub import PostgresPubSub
 from celery_redlock.lock.postgres.schema import (
+    APPLICATION,
     STRINGS,
     VERSION,
     create_schema,
     doubts_of,
     other_schema,
     schema_sql,
-    schema_version,
 )
 from celery_redlock.lock.transport.address import unknown_option
 from celery_redlock.lock.transport.command import encode_bulk, encoded
 from celery_redlock.lock.transport.connection import CLOCK, Peer
 
 READ_COMMITTED = b"read committed"
+FACTS = 6  # in the reply to HELLO
 # Levels of messages that hide the warning that no standby has confirmed a commit.
 HIDING = (b"error", b"fatal", b"panic")
 # What a connection has unless its URL says otherwise. A standby cannot vote.
-DEFAULTS = {"application_name": "celery_redlock", "target_session_attrs": "read-write"}
+DEFAULTS = {"application_name": APPLICATION, "target_session_attrs": "read-write"}
 PATIENCE = 10.0  # seconds to connect for a command of an operator
+HEARD_WITHIN = 5.0  # seconds for a message to come
 _PORT = re.compile(r"\d{0,5}")
 LISTENS = ("listen_host", "listen_port")
 UNHEARD = (
@@ -69,11 +72,14 @@ class PostgresDialled:
     def __init__(self, pipeline: Pipeline, timeout: float) -> None:
         self.pipeline, self.timeout = pipeline, timeout
         self.send_command("HELLO")
-        version, isolation, pid, is_standby, strings, messages = self.read_response()
-        if int(version) != VERSION:
-            raise redis.ResponseError(other_schema(int(version)))
-        if is_standby == b"true":  # its URL says target_session_attrs=any
-            raise redis.ResponseError("STANDBY it is in recovery")
+        greeting = self.read_response()
+        facts = greeting if isinstance(greeting, list) else [greeting]
+        with contextlib.suppress(TypeError, ValueError):
+            if (version := int(next(iter(facts), ""))) != VERSION:
+                raise redis.ResponseError(other_schema(version))
+        if len(facts) != FACTS:
+            raise redis.ResponseError("its function redlock.command has an unexpected answer")
+        _, isolation, pid, _, strings, messages = facts
         if strings != b"on":  # the functions would mean something else
             raise redis.ResponseError("SETTINGS standard_conforming_strings is off")
         if messages in HIDING:
@@ -81,7 +87,7 @@ class PostgresDialled:
         if isolation != READ_COMMITTED:
             pipeline.isolate_each()
         self.server_pid = int(pid)
-        self.is_pooled = self.server_pid != pipeline.connection.backend_pid
+        self.is_pooled = pipeline.is_pooled = self.server_pid != pipeline.connection.backend_pid
 
     def pack_commands(self, commands: Iterable[Sequence[Any]]) -> list[bytes]:
         return [_packed(words) for words in commands]
@@ -110,6 +116,8 @@ class PostgresDialled:
 
     def disconnect(self) -> None:
         self.pipeline.cancel()
+
+    close = disconnect
 
 
 @dataclass(frozen=True)
@@ -197,7 +205,10 @@ class PostgresAddress:
         unheard = ""
         try:
             dialled, unheard = self._listener(timeout)
-            dialled.disconnect()
+            try:
+                unheard = unheard or self._no_message(dialled, timeout)
+            finally:
+                dialled.disconnect()
         except redis.RedisError as error:
             unheard = str(error) if self.listens else ""
         try:
@@ -206,19 +217,40 @@ class PostgresAddress:
         except psycopg.Error:  # `status` says why
             return []
 
+    def _no_message(self, listener: PostgresDialled, timeout: float) -> str:
+        """Return why no message of another connection arrives; "" if one does.
+
+        `listen_host` may name another server, and some servers bring only a connection's own.
+        """
+        hearer, channel = PostgresPubSub(listener.pipeline), f"doctor:{uuid4()}"
+        until = CLOCK.now() + HEARD_WITHIN
+        with contextlib.suppress(OSError):
+            hearer.send("SUBSCRIBE", channel)
+            while ready(hearer.fileno(), writes=False, until=until):
+                heard, replies = hearer.receive()
+                if replies:  # from now on a message would come
+                    with contextlib.closing(self.dial(timeout)) as sender:
+                        sender.send_command("ECHO", channel)
+                        sender.read_response()
+                elif heard:
+                    return ""
+        return f"no message of another connection came within {HEARD_WITHIN:g} s"
+
     def setup_sql(self, prefix: str) -> str:
         begin = f"BEGIN ISOLATION LEVEL READ COMMITTED;\n{STRINGS};"
-        return f"{begin}\n{schema_sql(prefix)}COMMIT;"
+        return f"{begin}\n{schema_sql(prefix, self._applications)}COMMIT;"
 
-    def create_schema(self, prefix: str) -> bool:
+    def create_schema(self, prefix: str) -> str:
         try:
             with self.client(PATIENCE) as client:
-                is_new, version = create_schema(client, prefix), schema_version(client)
+                return create_schema(client, prefix, self._applications)
         except psycopg.Error as error:
-            raise redis.ConnectionError(words_of(str(error))) from None
-        if version != VERSION:
-            raise redis.ResponseError(other_schema(version))
-        return is_new
+            text = error.diag.message_primary or str(error)
+            raise redis.ConnectionError(words_of(text)) from None
+
+    @property
+    def _applications(self) -> set[str]:
+        return {APPLICATION, str(self.options.get("application_name") or APPLICATION)}
 
     def client(self, timeout: float) -> psycopg.Connection[Any]:
         """Return a connection of psycopg, for what is no call of the schema. timeout: seconds."""

@@ -51,15 +51,18 @@ class PostgresConnection:
             refuse(POISONED)
         try:
             self._pipeline.receive()
-            while self._pipeline.replies:
-                self.replies.append((self.in_flight[0], self._pipeline.replies[0]))
-                self.in_flight.popleft()
-                self._pipeline.replies.popleft()
+            self._move_replies()  # without a loop here: see `JobQueue.go_on`
         except OSError:
             raise
         except BaseException:
             self.poisoned = True
             raise
+
+    def _move_replies(self) -> None:
+        while self._pipeline.replies:
+            self.replies.append((self.in_flight[0], self._pipeline.replies[0]))
+            self.in_flight.popleft()
+            self._pipeline.replies.popleft()
 
     def close(self, *, reset: bool) -> None:
         """Close the connection; reset: at once. What was written may be executed then, too."""

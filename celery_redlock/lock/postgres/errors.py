@@ -18,7 +18,7 @@ _CODES = {
     b"40001": "TRYAGAIN", b"40P01": "TRYAGAIN", b"55P03": "TRYAGAIN", b"57014": "TRYAGAIN",
     b"25001": "TRYAGAIN",
     b"25006": "STANDBY", b"55000": "STANDBY", b"53300": "CONNECTIONS",
-    b"3F000": "NOSCHEMA", b"42P01": "NOSCHEMA", b"42883": "NOSCHEMA",
+    b"RL001": "OTHERSERVER", b"3F000": "NOSCHEMA", b"42P01": "NOSCHEMA", b"42883": "NOSCHEMA",
 }  # fmt: skip
 _A_STANDBY = (
     "a standby: name its primary, or all hosts with target_session_attrs=read-write, in its URL; "
@@ -31,12 +31,14 @@ _TEMPORARY = {
     "server closed the connection|terminating connection|server conn crashed|pooler error": "",
     "CONNECTIONS|too many (?:clients|connections)|connection slots are reserved":
         "raise its max_connections, or put pgbouncer between",
+    "OTHERSERVER": "",
     "no more connections allowed": "raise max_client_conn of its pgbouncer",
 }
 _MISCONFIGURED = {
     "NOSCHEMA": "run `celery -A shop redlock setup` once, with the right to create a schema",
     "SETTINGS": "set standard_conforming_strings = on, client_min_messages = notice for its user",
-    "OTHERSCHEMA": "stop its clients, DROP SCHEMA redlock CASCADE, and run `redlock setup` again",
+    "OLDERSCHEMA": "run `celery -A shop redlock setup`, which moves the schema in place",
+    "NEWERSCHEMA": "install that newer release of this package here, too",
     "STANDBY|session is read-only|server is in hot standby mode": _A_STANDBY,
     "password authentication failed|no password supplied":
         "correct user and password in its URL, or set PGPASSWORD",
@@ -60,6 +62,22 @@ def error_of(result: pq.abc.PGresult) -> str:
     state = result.error_field(pq.DiagnosticField.SQLSTATE) or b""
     text = result.error_field(pq.DiagnosticField.MESSAGE_PRIMARY) or b"unknown error"
     return f"{_CODES.get(state, 'ERR')} {text.decode(errors='replace')}"
+
+
+def is_of_another_server(result: pq.abc.PGresult) -> bool:
+    """Return whether a call has reached another server than it means: see `redlock.served_by`."""
+    return result.error_field(pq.DiagnosticField.SQLSTATE) == b"RL001"
+
+
+def is_fatal(result: pq.abc.PGresult) -> bool:
+    """Return whether the server ends the connection with this error."""
+    severity = result.error_field(pq.DiagnosticField.SEVERITY_NONLOCALIZED)
+    return severity in (b"FATAL", b"PANIC")
+
+
+def is_of_idle_timeout(result: pq.abc.PGresult) -> bool:
+    """Return whether the server ends the connection because no call has come for a while."""
+    return result.error_field(pq.DiagnosticField.SQLSTATE) == b"57P05"
 
 
 def is_not_replicated(notice: pq.abc.PGresult) -> bool:

@@ -2,10 +2,14 @@
 
 In pipeline mode each call is its own transaction, which commits at its sync. So a reply counts only
 once the sync has come without an error. Source: "Pipeline Mode" in the manual of libpq.
+It also counts only if it names its call: a pooler may hand on the reply to a call of a client that
+has gone, or one once more. Each call names the server of the handshake, and another one refuses it:
+a pooler may have moved since.
 """
 
 from __future__ import annotations
 
+import os
 import select
 import struct
 from collections import deque
@@ -22,11 +26,14 @@ from celery_redlock.lock.postgres.errors import (
     ISOLATION,
     NOT_REPLICATED,
     error_of,
+    is_fatal,
     is_not_replicated,
+    is_of_another_server,
+    is_of_idle_timeout,
     words_of,
 )
 from celery_redlock.lock.server.requests import SCRIPTS
-from celery_redlock.lock.transport.connection import CLOCK, ENDED
+from celery_redlock.lock.transport.connection import CLOCK, ENDED, ENDED_BY_TIMEOUT
 
 # Of the transaction alone, as the connection may be a pooler's. Without the path, a role that may
 # create an operator in a schema of the user's path could change what the functions do.
@@ -35,14 +42,21 @@ _SETTINGS = (
     b"pg_catalog.set_config('lock_timeout',$1,true),"
 )
 _CALLS = {
-    word: _SETTINGS + b'redlock."%b"($2,$3)' % script.name.encode()
+    word: _SETTINGS + b'redlock.served_by($3),redlock."%b"($4,$5),$2' % script.name.encode()
     for script in SCRIPTS
     for word in (script.digest, script.source)
 }
-_COMMAND = _SETTINGS + b"redlock.command($2)"
+_COMMAND = _SETTINGS + b"redlock.served_by($3),redlock.command($4),$2"
+_FIRST = _SETTINGS + b"redlock.run_id(),redlock.command($4),$2"
 _BYTEA, _BYTEA_ARRAY, _TEXT = 17, 1001, 25  # Source: pg_type.dat of PostgreSQL
 LOCK_TIMEOUT = 0.5  # of the node timeout: how long a call waits for a row before it costs its vote
+FOREIGN = "the reply to another call has come: a pooler mixes up its clients"
+COLUMNS = 5  # of a reply: two settings, the server's run id, what the function returns, its call
+MARK_BYTES = 8  # random, of each connection
 CANCEL_AGAIN = 0.02  # seconds: a cancel request that comes between two calls has no effect
+# Seconds for a cancel request through a pooler. pgbouncer 1.18 has ended, for all its clients, by
+# requests that were dropped half-way; and each request takes one of its connections.
+LONGEST_CANCEL = 10.0
 _ISOLATE = b"SET transaction_isolation TO 'read committed'"  # of the transaction up to the sync
 
 
@@ -66,11 +80,15 @@ class Pipeline:
     def __init__(self, connection: pq.abc.PGconn, timeout: float) -> None:
         self.connection, self._timeout = connection, timeout
         self._lock_timeout = b"%d" % max(1, LOCK_TIMEOUT * timeout * 1000)
+        self.is_pooled = False  # whether a pooler stands between
         self._isolates = False  # whether each call sets its isolation level: see `isolate_each`
         self._requests, self._parser = hiredis.Reader(), hiredis.Reader()
         self._reply: Any = None  # of the call whose sync is still to come
         self._error = ""
-        self._outstanding = 0
+        self._farewell = ""  # of a server that has ended the connection: why
+        self._run_id: bytes | None = None  # of the server that sent the first reply
+        self._mark, self._number = os.urandom(MARK_BYTES).hex().encode(), 0
+        self._expected: deque[bytes] = deque()  # of calls in flight, what their replies must name
         self.replies: deque[Any] = deque()
         connection.nonblocking = 1
         connection.notice_handler = self._on_notice
@@ -87,29 +105,35 @@ class Pipeline:
             self._call(words)
 
     def _call(self, words: Sequence[bytes]) -> None:
-        statement, values = _COMMAND, [encoded_array(words)]
+        statement = _FIRST if self._run_id is None else _COMMAND
+        values = [encoded_array(words)]
         if words[0] in (b"EVALSHA", b"EVAL") and words[1] in _CALLS:
             statement, keys = _CALLS[words[1]], 3 + int(words[2])
             values = [encoded_array(words[3:keys]), encoded_array(words[keys:])]
         elif words[0] == b"SCRIPT":
-            statement, values = _COMMAND, [encoded_array([b"PING"])]  # the functions are there
-        kinds, formats = [_TEXT, *[_BYTEA_ARRAY] * len(values)], [0, *[1] * len(values)]
-        connection, values = self.connection, [self._lock_timeout, *values]
+            values = [encoded_array([b"PING"])]  # the functions are there
+        self._number += 1
+        mark = b"%b-%d" % (self._mark, self._number)
+        arrays = len(values)
+        kinds = [_TEXT, _TEXT, _TEXT, *[_BYTEA_ARRAY] * arrays]
+        formats = [0, 0, 0, *[1] * arrays]
+        connection = self.connection
+        values = [self._lock_timeout, mark, self._run_id or b"", *values]
         try:
             if self._isolates:
                 connection.send_query_params(_ISOLATE, None)
             connection.send_query_params(statement, values, kinds, formats, 1)
             connection.pipeline_sync()
         except psycopg.Error as error:
-            raise OSError(words_of(str(error))) from None
-        self._outstanding += 1
+            raise self._end_by(error) from None
+        self._expected.append(mark)
 
     def flush(self) -> bool:
         """Write what the socket takes; return whether that is all."""
         try:
             return self.connection.flush() == 0
         except psycopg.Error as error:
-            raise OSError(words_of(str(error))) from None
+            raise self._end_by(error) from None
 
     def fileno(self) -> int:
         """Return the descriptor of its socket, for a poll; -1 if the connection is closed."""
@@ -130,7 +154,7 @@ class Pipeline:
         until = CLOCK.now() + self._timeout
         try:
             with suppress(OSError, ValueError):  # the connection is at its end already
-                while self._outstanding and self.exchange(until):
+                while self._expected and self.exchange(until):
                     pass
         finally:
             self.cancel(LOCK_TIMEOUT * self._timeout)
@@ -139,14 +163,21 @@ class Pipeline:
         """Cancel the calls that still run, and close. timeout: seconds; None: a node timeout.
 
         A commit that waits for its standby looks at no socket, so its process would outlive a close
-        for as long. Closes last: a pooler knows no call of a client that has gone.
+        for as long. Closes last: a pooler knows no call of a client that has gone. Through a pooler
+        a request is never dropped half-way, and comes again only once one call has ended.
         """
         until = CLOCK.now() + (self._timeout if timeout is None else timeout)
         try:
             with suppress(OSError, ValueError, psycopg.Error):  # the latter: of libpq before 17
-                while self._outstanding and self._can_cancel:
-                    self._request_cancel(until)
-                    self.exchange(min(until, CLOCK.now() + CANCEL_AGAIN))
+                while self._expected and self._can_cancel and CLOCK.now() < until:
+                    if not self.is_pooled:
+                        self._request_cancel(until)
+                        self.exchange(min(until, CLOCK.now() + CANCEL_AGAIN))
+                        continue
+                    self._request_cancel(CLOCK.now() + LONGEST_CANCEL)
+                    left = len(self._expected)
+                    while len(self._expected) == left and self.exchange(until):
+                        pass
         finally:
             self.close()
 
@@ -172,22 +203,36 @@ class Pipeline:
         connection = self.connection
         try:
             connection.consume_input()
-            while self._outstanding and not connection.is_busy():
+            # also without a call in flight: `is_busy` hands on a farewell that has come unasked
+            while not connection.is_busy() and self._expected:
                 result = connection.get_result()
                 if result is not None and self._take(result):
                     self.replies.append(self._finish())
         except psycopg.Error as error:
-            raise OSError(words_of(str(error))) from None
-        if connection.status != pq.ConnStatus.OK:
-            raise OSError(ENDED)
+            raise self._end_by(error) from None
+        if connection.status != pq.ConnStatus.OK or (self._farewell and not self.replies):
+            raise OSError(self._farewell or ENDED)
+
+    def _end_by(self, error: psycopg.Error) -> OSError:
+        """Return why the connection is at its end, in the words of its server if it has some."""
+        text = str(error)
+        if "pipeline" in text:  # psycopg's words for each call on a connection that has ended
+            text = pq.error_message(self.connection)
+        return OSError(self._farewell or words_of(text))
 
     def _take(self, result: pq.abc.PGresult) -> bool:
         """Note a part of a reply; return whether the reply is complete."""
         status = result.status
         if status == pq.ExecStatus.TUPLES_OK:
-            self._reply = result.get_value(0, 2)
+            if result.nfields != COLUMNS or result.get_value(0, 4) != self._expected[0]:
+                raise OSError(FOREIGN)
+            self._run_id = self._run_id or result.get_value(0, 2)
+            self._reply = result.get_value(0, 3)
         elif status == pq.ExecStatus.FATAL_ERROR and not self._error:
             self._error = error_of(result)
+            self._note_farewell(result)
+            if is_of_another_server(result):
+                raise OSError(self._error)
             # behind a pooler the server's default may have changed since the connect
             self._isolates = self._isolates or self._error.startswith(ISOLATION)
         elif status == pq.ExecStatus.PIPELINE_SYNC:
@@ -197,7 +242,7 @@ class Pipeline:
     def _finish(self) -> Any:
         reply, error = self._reply, self._error
         self._reply, self._error = None, ""
-        self._outstanding -= 1
+        self._expected.popleft()
         if error:
             return hiredis.ReplyError(error)
         self._parser.feed(reply or b"-ERR no result\r\n")
@@ -206,6 +251,12 @@ class Pipeline:
     def _on_notice(self, result: pq.abc.PGresult) -> None:
         if is_not_replicated(result):
             self._error = NOT_REPLICATED
+        self._note_farewell(result)  # libpq takes what comes unasked for a notice
+
+    def _note_farewell(self, result: pq.abc.PGresult) -> None:
+        if is_fatal(result):
+            words = error_of(result).removeprefix("ERR ")
+            self._farewell = ENDED_BY_TIMEOUT if is_of_idle_timeout(result) else words
 
 
 def ready(descriptor: int, *, writes: bool, until: float, reads: bool = True) -> bool:

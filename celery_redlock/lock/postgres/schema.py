@@ -2,19 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from importlib.resources import files
 from typing import Any
 
-from celery_redlock.lock.model.keys import guard_keys, tenure_key
+from celery_redlock.lock.model.keys import guard_keys
 
-VERSION = 1  # of schema.sql
+VERSION = 2  # of schema.sql
+APPLICATION = "celery_redlock"  # the application_name of clients, unless their URL names another
 MOST_USED = 0.8  # of max_connections
 LONG = "5 minutes"  # of a transaction: until it ends, no row that was deleted since is vacuumed
 # Before all else, and alone: the server reads the strings of a whole query by one setting.
 STRINGS = "SET LOCAL standard_conforming_strings = on"
+# The first of a transaction. A pooler that sends reads to a lagging standby sends there none
+# of a transaction that has called what is not STABLE.
+_ON_THE_PRIMARY = "SELECT pg_catalog.set_config('search_path', 'pg_catalog', true)"
+_TRUST = """
+-- A new schema has forgotten no lock, so its server votes at once, unless one was dropped whose
+-- clients are still connected. It has no tenure yet: a client that knew another server, as by a
+-- pooler that has moved, begins a grace period.
+SELECT set_config('redlock.setup', 'trusted', true),
+  redlock.put({run}, redlock.run_id()::bytea, NULL, clock_timestamp())
+WHERE current_setting('redlock.setup') = 'new' AND NOT EXISTS (
+  SELECT FROM pg_stat_activity WHERE datname = current_database()
+    AND application_name IN ({applications}) AND pid <> pg_backend_pid());
+"""
 _FACTS = """
 SELECT current_setting('fsync'), current_setting('full_page_writes'),
   current_setting('default_transaction_isolation'), current_setting('statement_timeout'),
+  coalesce(current_setting('idle_session_timeout', true), '0'),
   current_setting('synchronous_standby_names'),
   (SELECT count(*) FROM pg_stat_replication),
   (SELECT count(*) FROM pg_stat_replication WHERE sync_state IN ('sync', 'quorum')),
@@ -24,12 +40,16 @@ SELECT current_setting('fsync'), current_setting('full_page_writes'),
 """
 
 
-def schema_sql(prefix: str) -> str:
-    """Return the statements that make the schema, and let the server vote for a prefix at once."""
+def schema_sql(prefix: str, applications: Iterable[str] = (APPLICATION,)) -> str:
+    """Return the statements that make the schema, or move an earlier one in place.
+
+    prefix: for which the server of a new one votes at once, if no client is connected.
+    applications: what clients name themselves.
+    """
     text = files("celery_redlock.lock.postgres").joinpath("schema.sql").read_text("utf-8")
-    keys = ", ".join(_literal(name) for name in (*guard_keys(prefix), tenure_key(prefix)))
-    trust = f'SELECT redlock."trust"(array[{keys}], array[redlock.run_id()::bytea]);'
-    return f"{text}\n-- A new schema has forgotten no lock: its server votes at once.\n{trust}\n"
+    run, _ = guard_keys(prefix)
+    names = ", ".join(f"convert_from({_literal(name)}, 'UTF8')" for name in applications)
+    return f"{text}{_TRUST.format(run=_literal(run), applications=names)}"
 
 
 def _literal(name: str) -> str:
@@ -44,19 +64,27 @@ def schema_version(connection: Any) -> int | None:
     return int(connection.execute("SELECT redlock.version()").fetchone()[0])
 
 
-def other_schema(version: int | None) -> str:
-    return f"OTHERSCHEMA version {version}, and this release needs {VERSION}"
+def other_schema(version: int) -> str:
+    """Return the error of a schema that is not of this release."""
+    age = "NEWER" if version > VERSION else "OLDER"
+    return f"{age}SCHEMA version {version}, and this release needs {VERSION}"
 
 
-def create_schema(connection: Any, prefix: str = "redlock") -> bool:
-    """Make the schema in one transaction; return False if it is there. connection: psycopg's."""
+def create_schema(
+    connection: Any, prefix: str = "redlock", applications: Iterable[str] = (APPLICATION,)
+) -> str:
+    """Make the schema, or move an earlier one, in one transaction. connection: psycopg's.
+
+    prefix, applications: as of `schema_sql`. Returns "there" if nothing was to do, "moved",
+    "trusted" for a new one, or "new" for one whose server begins with a grace period.
+    """
     with connection.transaction():
-        connection.execute("SELECT pg_advisory_xact_lock(hashtextextended('redlock setup', 0))")
-        if schema_version(connection) is not None:
-            return False
+        connection.execute(_ON_THE_PRIMARY)
+        if schema_version(connection) == VERSION:
+            return "there"
         connection.execute(STRINGS)
-        connection.execute(schema_sql(prefix))
-    return True
+        connection.execute(schema_sql(prefix, applications))
+        return str(connection.execute("SELECT current_setting('redlock.setup')").fetchone()[0])
 
 
 def doubts_of(connection: Any, unheard: str = "") -> list[tuple[str, str, str]]:
@@ -64,10 +92,11 @@ def doubts_of(connection: Any, unheard: str = "") -> list[tuple[str, str, str]]:
 
     unheard: why no message arrives; "" if they do.
     """
-    row = connection.execute(_FACTS, [LONG]).fetchone()
-    fsync, full_pages, isolation, timeout, synchronous, streaming, confirming, *rest = row
-    used, most, long_ones, sees_all, user = rest
-    version = schema_version(connection)
+    with connection.transaction():
+        connection.execute(_ON_THE_PRIMARY)
+        row, version = connection.execute(_FACTS, [LONG]).fetchone(), schema_version(connection)
+    fsync, full_pages, isolation, timeout, idle, synchronous, streaming, *rest = row
+    confirming, used, most, long_ones, sees_all, user = rest
     crash = "a crash may lose locks: set it to on"
     lost = (
         "a promoted standby may lack the newest locks, so it grants none for the longest ttl; a "
@@ -80,6 +109,8 @@ def doubts_of(connection: Any, unheard: str = "") -> list[tuple[str, str, str]]:
          "each call needs one statement more: set read committed for this user"),
         (timeout not in ("0", ""), "statement_timeout", timeout,
          "it may cut off a call that waits for its turn: set 0 for this user"),
+        (idle not in ("0", ""), "idle_session_timeout", idle,
+         "it ends connections that wait for messages, and each end costs one: set 0 for this user"),
         (bool(synchronous and sees_all) and not confirming,
          "synchronous_standby_names", synchronous,
          "no such standby streams: no lock is granted until one does"),

@@ -5,12 +5,30 @@
 -- those of one resource do: each takes an advisory lock first, and reads the clock after that. READ
 -- COMMITTED is required: any other isolation level reads what was true before that lock.
 
-CREATE SCHEMA redlock;
+-- All statements run in one transaction. They create the schema, or move one of an earlier version in
+-- place: no row goes, and the calls that run meanwhile hold the same turns. `redlock.setup` says what
+-- they did: new, trusted (a new one whose server votes at once), moved, or there.
 SET search_path TO pg_catalog;  -- no operator of another schema is meant; each call sets it, too
-CREATE FUNCTION redlock.version() RETURNS int LANGUAGE sql STABLE RETURN 1;
+DO $$
+DECLARE version int;
+BEGIN
+  PERFORM pg_advisory_xact_lock(hashtextextended('redlock setup', 0));
+  IF to_regprocedure('redlock.version()') IS NULL THEN
+    CREATE SCHEMA redlock;
+  ELSE
+    version := redlock.version();
+  END IF;
+  IF version > 2 THEN
+    RAISE EXCEPTION 'NEWERSCHEMA version %, and this release needs 2', version;
+  END IF;
+  PERFORM set_config('redlock.setup', CASE WHEN version IS NULL THEN 'new'
+    WHEN version < 2 THEN 'moved' ELSE 'there' END, true);
+END $$;
+
+CREATE OR REPLACE FUNCTION redlock.version() RETURNS int LANGUAGE sql STABLE RETURN 2;
 
 -- Texts, and a row for each set. id: sha256 of the name, because an index takes no long name.
-CREATE TABLE redlock.key (
+CREATE TABLE IF NOT EXISTS redlock.key (
   id bytea PRIMARY KEY,
   name bytea NOT NULL,
   value bytea NOT NULL,
@@ -18,7 +36,7 @@ CREATE TABLE redlock.key (
 ) WITH (fillfactor = 70, autovacuum_vacuum_scale_factor = 0.05, autovacuum_vacuum_cost_delay = 0);
 
 -- Members of sorted sets, with scores, and fields of hashes, with values.
-CREATE TABLE redlock.item (
+CREATE TABLE IF NOT EXISTS redlock.item (
   id bytea NOT NULL,
   field bytea NOT NULL,
   score float8,
@@ -27,29 +45,29 @@ CREATE TABLE redlock.item (
 ) WITH (fillfactor = 70, autovacuum_vacuum_scale_factor = 0.05, autovacuum_vacuum_cost_delay = 0);
 
 -- When the last sweep ended, or -infinity, and after which id it goes on.
-CREATE TABLE redlock.swept (at timestamptz NOT NULL, after bytea NOT NULL);
-INSERT INTO redlock.swept VALUES ('-infinity', '');
+CREATE TABLE IF NOT EXISTS redlock.swept (at timestamptz NOT NULL, after bytea NOT NULL);
+INSERT INTO redlock.swept SELECT '-infinity', '' WHERE NOT EXISTS (SELECT FROM redlock.swept);
 
 -- Words and replies. STABLE, because PostgreSQL does not inline an IMMUTABLE function whose body is not:
 -- `convert_to`, a number in a text, and an interval added to a time are STABLE.
 
-CREATE FUNCTION redlock.text_of(word bytea) RETURNS text LANGUAGE sql STABLE
+CREATE OR REPLACE FUNCTION redlock.text_of(word bytea) RETURNS text LANGUAGE sql STABLE
 RETURN encode(word, 'escape');
 
-CREATE FUNCTION redlock.word(text text) RETURNS bytea LANGUAGE sql STABLE
+CREATE OR REPLACE FUNCTION redlock.word(text text) RETURNS bytea LANGUAGE sql STABLE
 RETURN convert_to(text, 'UTF8');
 
-CREATE FUNCTION redlock.number(word bytea) RETURNS bigint LANGUAGE sql STABLE
+CREATE OR REPLACE FUNCTION redlock.number(word bytea) RETURNS bigint LANGUAGE sql STABLE
 RETURN nullif(encode(word, 'escape'), '')::bigint;
 
-CREATE FUNCTION redlock.integer(number bigint) RETURNS bytea LANGUAGE sql STABLE
+CREATE OR REPLACE FUNCTION redlock.integer(number bigint) RETURNS bytea LANGUAGE sql STABLE
 RETURN redlock.word(':' || number || E'\r\n');
 
-CREATE FUNCTION redlock.bulk(word bytea) RETURNS bytea LANGUAGE sql STABLE
+CREATE OR REPLACE FUNCTION redlock.bulk(word bytea) RETURNS bytea LANGUAGE sql STABLE
 RETURN coalesce(redlock.word('$' || length(word) || E'\r\n') || word || '\x0d0a', '\x242d310d0a');
 
 -- Without the NULLs among them: numbers that a script returns only if they were asked for.
-CREATE FUNCTION redlock.list(VARIADIC replies bytea[]) RETURNS bytea LANGUAGE plpgsql IMMUTABLE AS $$
+CREATE OR REPLACE FUNCTION redlock.list(VARIADIC replies bytea[]) RETURNS bytea LANGUAGE plpgsql IMMUTABLE AS $$
 DECLARE
   items int := 0;
   text bytea := '';
@@ -64,45 +82,63 @@ BEGIN
   RETURN convert_to('*' || items || E'\r\n', 'UTF8') || text;
 END $$;
 
-CREATE FUNCTION redlock.bulks(words bytea[]) RETURNS bytea LANGUAGE plpgsql IMMUTABLE AS $$
+CREATE OR REPLACE FUNCTION redlock.bulks(words bytea[]) RETURNS bytea LANGUAGE plpgsql IMMUTABLE AS $$
 BEGIN
   RETURN redlock.list(VARIADIC array(SELECT redlock.bulk(w) FROM unnest(words) AS w));
 END $$;
 
 -- Time, the server, and turns
 
-CREATE FUNCTION redlock.ms(at timestamptz) RETURNS bigint LANGUAGE sql STABLE
+CREATE OR REPLACE FUNCTION redlock.ms(at timestamptz) RETURNS bigint LANGUAGE sql STABLE
 RETURN floor(extract(epoch FROM at) * 1000)::bigint;
 
 -- When a time ends that begins at `at`: never if ms is NULL.
-CREATE FUNCTION redlock.after(at timestamptz, ms bigint) RETURNS timestamptz LANGUAGE sql STABLE
+CREATE OR REPLACE FUNCTION redlock.after(at timestamptz, ms bigint) RETURNS timestamptz LANGUAGE sql STABLE
 RETURN at + ms * interval '1 millisecond';
 
 -- As PTTL: -1 if the time does not end.
-CREATE FUNCTION redlock.left_ms(ends timestamptz, at timestamptz) RETURNS bigint
+CREATE OR REPLACE FUNCTION redlock.left_ms(ends timestamptz, at timestamptz) RETURNS bigint
 LANGUAGE sql STABLE RETURN CASE WHEN ends IS NULL THEN -1
   ELSE greatest(0, floor(extract(epoch FROM ends - at) * 1000)::bigint) END;
 
--- The run id: another one after a standby was promoted, because it may lack grants. A server that
--- restarts from its own disk has the same.
-CREATE FUNCTION redlock.run_id() RETURNS text LANGUAGE plpgsql VOLATILE AS $$
+-- The run id names the cluster, the database, the schema and the timeline. It is another one after a
+-- standby was promoted, because that may lack grants, and behind a pooler that has moved to another
+-- server or database. A server that restarts from its own disk has the same. Each call compares it, so
+-- the first two are read once for each server process: that reads a file.
+CREATE OR REPLACE FUNCTION redlock.run_id() RETURNS text LANGUAGE plpgsql VOLATILE AS $$
+DECLARE place text := current_setting('redlock.place', true);
 BEGIN
-  RETURN (SELECT system_identifier::text FROM pg_control_system())
+  IF place IS NULL OR place = '' THEN  -- '': another client of a pooler has reset its settings
+    place := set_config('redlock.place', c.system_identifier || '-' || d.oid, false)
+    FROM pg_control_system() AS c, pg_database AS d WHERE d.datname = current_database();
+  END IF;
+  RETURN place || '-' || 'redlock'::regnamespace::oid
     || '-' || left(pg_walfile_name(pg_current_wal_lsn()), 8);
 END $$;
 
--- A pooler may have connected to another server since the client asked: its timeline differs.
-CREATE FUNCTION redlock.run_id(known text) RETURNS text LANGUAGE plpgsql VOLATILE AS $$
+-- The first of each call: one that means another server is refused before it does anything. So what it
+-- left here is never taken for its own once the client has connected again.
+CREATE OR REPLACE FUNCTION redlock.served_by(expected text) RETURNS text LANGUAGE plpgsql AS $$
 BEGIN
-  RETURN CASE WHEN right(known, 8) = left(pg_walfile_name(pg_current_wal_lsn()), 8) THEN known
-    ELSE redlock.run_id() END;
+  IF redlock.run_id() <> expected THEN
+    RAISE EXCEPTION 'another server, database or schema answers than at the connect'
+      USING ERRCODE = 'RL001';
+  END IF;
+  RETURN expected;
 END $$;
 
-CREATE FUNCTION redlock.hash(name bytea, space int) RETURNS bigint LANGUAGE sql STABLE
+-- The run id, with what stands before it in the words of a client.
+CREATE OR REPLACE FUNCTION redlock.run_id(known text) RETURNS text LANGUAGE plpgsql VOLATILE AS $$
+DECLARE actual text := redlock.run_id();
+BEGIN
+  RETURN CASE WHEN right(known, length(actual)) = actual THEN known ELSE actual END;
+END $$;
+
+CREATE OR REPLACE FUNCTION redlock.hash(name bytea, space int) RETURNS bigint LANGUAGE sql STABLE
 RETURN hashtextextended(encode(name, 'escape'), space);
 
 -- Begin a call that changes something; return the time.
-CREATE FUNCTION redlock.begin_call() RETURNS timestamptz LANGUAGE plpgsql AS $$
+CREATE OR REPLACE FUNCTION redlock.begin_call() RETURNS timestamptz LANGUAGE plpgsql AS $$
 BEGIN
   IF current_setting('transaction_isolation') <> 'read committed' THEN
     RAISE EXCEPTION 'the isolation level is %, and must be read committed',
@@ -117,19 +153,19 @@ END $$;
 
 -- Take the turn of a resource until the end of the transaction; return the time. A call takes one
 -- turn, and that of the run id after it, if at all: so no two wait for each other.
-CREATE FUNCTION redlock.turn(name bytea) RETURNS timestamptz LANGUAGE plpgsql AS $$
+CREATE OR REPLACE FUNCTION redlock.turn(name bytea) RETURNS timestamptz LANGUAGE plpgsql AS $$
 BEGIN
   PERFORM redlock.begin_call(), pg_advisory_xact_lock(redlock.hash(name, 1));
   RETURN clock_timestamp();
 END $$;
 
 -- The turn of a lock has the name of permit 0: a name "lock#3" is that of a permit.
-CREATE FUNCTION redlock.turn_of_permit(name bytea) RETURNS timestamptz LANGUAGE sql
+CREATE OR REPLACE FUNCTION redlock.turn_of_permit(name bytea) RETURNS timestamptz LANGUAGE sql
 RETURN redlock.turn(regexp_replace(redlock.text_of(name), '#\d+$', '')::bytea);
 
 -- Texts: what Redis does, at a time
 
-CREATE FUNCTION redlock.find(name bytea, at timestamptz) RETURNS redlock.key LANGUAGE plpgsql AS $$
+CREATE OR REPLACE FUNCTION redlock.find(name bytea, at timestamptz) RETURNS redlock.key LANGUAGE plpgsql AS $$
 DECLARE found redlock.key;
 BEGIN
   SELECT * INTO found FROM redlock.key k
@@ -137,17 +173,17 @@ BEGIN
   RETURN found;
 END $$;
 
-CREATE FUNCTION redlock.get(name bytea, at timestamptz) RETURNS bytea LANGUAGE sql
+CREATE OR REPLACE FUNCTION redlock.get(name bytea, at timestamptz) RETURNS bytea LANGUAGE sql
 RETURN (redlock.find(name, at)).value;
 
-CREATE FUNCTION redlock.pttl(name bytea, at timestamptz) RETURNS bigint LANGUAGE plpgsql AS $$
+CREATE OR REPLACE FUNCTION redlock.pttl(name bytea, at timestamptz) RETURNS bigint LANGUAGE plpgsql AS $$
 DECLARE found redlock.key := redlock.find(name, at);
 BEGIN
   RETURN CASE WHEN found.id IS NULL THEN -2 ELSE redlock.left_ms(found.expires_at, at) END;
 END $$;
 
 -- ms: NULL: for ever
-CREATE FUNCTION redlock.put(name bytea, value bytea, ms bigint, at timestamptz) RETURNS void
+CREATE OR REPLACE FUNCTION redlock.put(name bytea, value bytea, ms bigint, at timestamptz) RETURNS void
 LANGUAGE plpgsql AS $$
 BEGIN
   INSERT INTO redlock.key
@@ -157,7 +193,7 @@ BEGIN
 END $$;
 
 -- Return 1 if it was there.
-CREATE FUNCTION redlock.del(name bytea, at timestamptz) RETURNS bigint LANGUAGE plpgsql AS $$
+CREATE OR REPLACE FUNCTION redlock.del(name bytea, at timestamptz) RETURNS bigint LANGUAGE plpgsql AS $$
 DECLARE
   ends timestamptz;
   this bytea := sha256(name);
@@ -170,7 +206,7 @@ BEGIN
   RETURN (ends IS NULL OR ends > at)::int;
 END $$;
 
-CREATE FUNCTION redlock.expire(name bytea, ms bigint, at timestamptz) RETURNS void
+CREATE OR REPLACE FUNCTION redlock.expire(name bytea, ms bigint, at timestamptz) RETURNS void
 LANGUAGE plpgsql AS $$
 BEGIN
   UPDATE redlock.key k SET expires_at = redlock.after(expire.at, expire.ms)
@@ -178,7 +214,7 @@ BEGIN
 END $$;
 
 -- Of a lock that is ours: never shortens, as a renewal may have come after `at`.
-CREATE FUNCTION redlock.prolong(name bytea, ms bigint, at timestamptz) RETURNS void
+CREATE OR REPLACE FUNCTION redlock.prolong(name bytea, ms bigint, at timestamptz) RETURNS void
 LANGUAGE plpgsql AS $$
 BEGIN
   UPDATE redlock.key k SET expires_at = greatest(k.expires_at, redlock.after(prolong.at, prolong.ms))
@@ -188,7 +224,7 @@ END $$;
 -- Put a value where another client may have had the key: never while a transaction has confirmed
 -- the old one (FOR KEY SHARE). Returns whether it is put. Deletes the old row, so that such a
 -- transaction with an old snapshot gets an error of serialization.
-CREATE FUNCTION redlock.take_over(name bytea, value bytea, ms bigint, at timestamptz) RETURNS boolean
+CREATE OR REPLACE FUNCTION redlock.take_over(name bytea, value bytea, ms bigint, at timestamptz) RETURNS boolean
 LANGUAGE plpgsql AS $$
 DECLARE this bytea := sha256(name);
 BEGIN
@@ -203,7 +239,7 @@ END $$;
 -- Sets and hashes. The row in redlock.key has their expiry, and goes with the last member: whoever
 -- adds or removes a member locks it first, because some registrations wait for no turn of a lock.
 
-CREATE FUNCTION redlock.open(name bytea, at timestamptz) RETURNS bytea LANGUAGE plpgsql AS $$
+CREATE OR REPLACE FUNCTION redlock.open(name bytea, at timestamptz) RETURNS bytea LANGUAGE plpgsql AS $$
 DECLARE this bytea := sha256(name);
 BEGIN
   PERFORM FROM redlock.key k
@@ -219,7 +255,7 @@ BEGIN
   RETURN this;
 END $$;
 
-CREATE FUNCTION redlock.items(name bytea, at timestamptz) RETURNS SETOF redlock.item
+CREATE OR REPLACE FUNCTION redlock.items(name bytea, at timestamptz) RETURNS SETOF redlock.item
 LANGUAGE plpgsql AS $$
 BEGIN
   RETURN QUERY
@@ -228,7 +264,7 @@ BEGIN
   ORDER BY i.score, i.field;
 END $$;
 
-CREATE FUNCTION redlock.item_of(name bytea, field bytea, at timestamptz) RETURNS redlock.item
+CREATE OR REPLACE FUNCTION redlock.item_of(name bytea, field bytea, at timestamptz) RETURNS redlock.item
 LANGUAGE plpgsql AS $$
 DECLARE found redlock.item;
 BEGIN
@@ -238,7 +274,7 @@ BEGIN
 END $$;
 
 -- Add a member with its score, or a field with its value.
-CREATE FUNCTION redlock.add(name bytea, field bytea, score float8, value bytea, at timestamptz)
+CREATE OR REPLACE FUNCTION redlock.add(name bytea, field bytea, score float8, value bytea, at timestamptz)
 RETURNS void LANGUAGE plpgsql AS $$
 BEGIN
   INSERT INTO redlock.item
@@ -247,7 +283,7 @@ BEGIN
 END $$;
 
 -- Remove members of a set or fields of a hash; return how many there were.
-CREATE FUNCTION redlock.remove(name bytea, VARIADIC fields bytea[]) RETURNS bigint
+CREATE OR REPLACE FUNCTION redlock.remove(name bytea, VARIADIC fields bytea[]) RETURNS bigint
 LANGUAGE plpgsql AS $$
 DECLARE
   removed bigint;
@@ -263,19 +299,19 @@ END $$;
 
 -- Messages. A listener has an advisory lock of its channel, so that its end is known at once.
 
-CREATE FUNCTION redlock.channel(name bytea) RETURNS text LANGUAGE sql STABLE
+CREATE OR REPLACE FUNCTION redlock.channel(name bytea) RETURNS text LANGUAGE sql STABLE
 RETURN 'redlock_' || left(encode(sha256(name), 'hex'), 48);
 
 -- A listener shares the lock of its channel. If another transaction has found that nobody listens,
 -- it has that lock alone.
-CREATE FUNCTION redlock.is_heard(channel bytea) RETURNS boolean LANGUAGE plpgsql AS $$
+CREATE OR REPLACE FUNCTION redlock.is_heard(channel bytea) RETURNS boolean LANGUAGE plpgsql AS $$
 BEGIN
   RETURN NOT pg_try_advisory_xact_lock(redlock.hash(channel, 2))
     AND pg_try_advisory_xact_lock_shared(redlock.hash(channel, 2));
 END $$;
 
 -- Return 1 if somebody listens. A message that PostgreSQL does not take is a hint that is lost.
-CREATE FUNCTION redlock.publish(channel bytea, message bytea) RETURNS bigint LANGUAGE plpgsql AS $$
+CREATE OR REPLACE FUNCTION redlock.publish(channel bytea, message bytea) RETURNS bigint LANGUAGE plpgsql AS $$
 BEGIN
   IF NOT redlock.is_heard(channel) THEN
     RETURN 0;
@@ -288,7 +324,7 @@ END $$;
 
 -- The scripts: k their keys, a their arguments
 
-CREATE FUNCTION redlock.note_server(run bytea, quiet bytea, server bytea, ms bytea, at timestamptz)
+CREATE OR REPLACE FUNCTION redlock.note_server(run bytea, quiet bytea, server bytea, ms bytea, at timestamptz)
 RETURNS void LANGUAGE plpgsql AS $$
 DECLARE actual bytea;
 BEGIN
@@ -309,23 +345,23 @@ BEGIN
   PERFORM redlock.put(run, actual, NULL, at);
 END $$;
 
-CREATE FUNCTION redlock.ended_for(marker bytea, at timestamptz) RETURNS bigint LANGUAGE plpgsql AS $$
+CREATE OR REPLACE FUNCTION redlock.ended_for(marker bytea, at timestamptz) RETURNS bigint LANGUAGE plpgsql AS $$
 DECLARE kept bigint := coalesce(redlock.number(redlock.get(marker, at)), 0);
 BEGIN
   RETURN CASE WHEN kept > 0 THEN greatest(1, kept - redlock.pttl(marker, at)) ELSE kept END;
 END $$;
 
-CREATE FUNCTION redlock."marker"(k bytea[], a bytea[]) RETURNS bytea LANGUAGE sql
+CREATE OR REPLACE FUNCTION redlock."marker"(k bytea[], a bytea[]) RETURNS bytea LANGUAGE sql
 RETURN redlock.integer(redlock.ended_for(k[1], clock_timestamp()));
 
 -- The fencing counter: NULL if another program has written what is no number.
-CREATE FUNCTION redlock.fence_of(value bytea) RETURNS bigint LANGUAGE sql STABLE
+CREATE OR REPLACE FUNCTION redlock.fence_of(value bytea) RETURNS bigint LANGUAGE sql STABLE
 RETURN CASE WHEN value IS NULL THEN 0
   WHEN encode(value, 'escape') ~ '^\d{1,16}$' THEN encode(value, 'escape')::bigint END;
 
 -- Add to the counter, at least up to a number; return it. In one statement, and last in its
 -- transaction, because all locks have this one row.
-CREATE FUNCTION redlock.raise_fence(name bytea, by int, minimum bigint) RETURNS bigint
+CREATE OR REPLACE FUNCTION redlock.raise_fence(name bytea, by int, minimum bigint) RETURNS bigint
 LANGUAGE plpgsql AS $$
 DECLARE token bigint;
 BEGIN
@@ -339,7 +375,7 @@ END $$;
 
 -- The reply to a refused request. An expired lock is refused for as long as an open transaction has
 -- confirmed it: its client tries again soon.
-CREATE FUNCTION redlock.refused(known redlock.key, at timestamptz, VARIADIC more bytea[])
+CREATE OR REPLACE FUNCTION redlock.refused(known redlock.key, at timestamptz, VARIADIC more bytea[])
 RETURNS bytea LANGUAGE plpgsql AS $$
 DECLARE
   left_ms bigint := CASE WHEN known.expires_at <= at THEN 100
@@ -349,7 +385,7 @@ BEGIN
     redlock.bulk(coalesce(known.value, '')), redlock.integer(redlock.ms(at))] || more);
 END $$;
 
-CREATE FUNCTION redlock."grant"(k bytea[], a bytea[]) RETURNS bytea LANGUAGE plpgsql AS $$
+CREATE OR REPLACE FUNCTION redlock."grant"(k bytea[], a bytea[]) RETURNS bytea LANGUAGE plpgsql AS $$
 DECLARE
   at timestamptz := redlock.turn(k[1]);
   ttl bigint := redlock.number(a[2]);
@@ -390,7 +426,7 @@ BEGIN
   RETURN redlock.list(redlock.integer(1), redlock.integer(token), done);
 END $$;
 
-CREATE FUNCTION redlock.permits(base bytea, permits bytea) RETURNS bytea[]
+CREATE OR REPLACE FUNCTION redlock.permits(base bytea, permits bytea) RETURNS bytea[]
 LANGUAGE plpgsql IMMUTABLE AS $$
 BEGIN
   RETURN array[base] || array(
@@ -399,7 +435,7 @@ BEGIN
 END $$;
 
 -- The permits of a lock, by number; value: NULL if it is free.
-CREATE FUNCTION redlock.holders(names bytea[], at timestamptz)
+CREATE OR REPLACE FUNCTION redlock.holders(names bytea[], at timestamptz)
 RETURNS TABLE (permit bigint, name bytea, value bytea, ends timestamptz) LANGUAGE plpgsql AS $$
 BEGIN
   RETURN QUERY
@@ -410,7 +446,7 @@ BEGIN
   ORDER BY u.n;
 END $$;
 
-CREATE FUNCTION redlock."permit"(k bytea[], a bytea[]) RETURNS bytea LANGUAGE plpgsql AS $$
+CREATE OR REPLACE FUNCTION redlock."permit"(k bytea[], a bytea[]) RETURNS bytea LANGUAGE plpgsql AS $$
 DECLARE
   at timestamptz := redlock.turn(k[1]);
   names bytea[] := redlock.permits(k[1], a[3]);
@@ -467,7 +503,7 @@ BEGIN
 END $$;
 
 -- Name the first waiters, each on its own channel; a waiter whose channel nobody hears is dead.
-CREATE FUNCTION redlock.announce(waiting bytea, inbox bytea, value bytea, at timestamptz)
+CREATE OR REPLACE FUNCTION redlock.announce(waiting bytea, inbox bytea, value bytea, at timestamptz)
 RETURNS void LANGUAGE plpgsql AS $$
 DECLARE
   id text := substring(redlock.text_of(value) FROM '^[^: ]*');
@@ -487,7 +523,7 @@ BEGIN
 END $$;
 
 -- A release that a crash forgets costs its ttl alone, and one commit waits for no disk.
-CREATE FUNCTION redlock."release"(k bytea[], a bytea[]) RETURNS bytea LANGUAGE plpgsql AS $$
+CREATE OR REPLACE FUNCTION redlock."release"(k bytea[], a bytea[]) RETURNS bytea LANGUAGE plpgsql AS $$
 DECLARE
   at timestamptz := redlock.turn(k[1]);
   ids bytea[] := array[sha256(k[1])];
@@ -513,7 +549,7 @@ BEGIN
   RETURN redlock.integer(1);
 END $$;
 
-CREATE FUNCTION redlock."break"(k bytea[], a bytea[]) RETURNS bytea LANGUAGE plpgsql AS $$
+CREATE OR REPLACE FUNCTION redlock."break"(k bytea[], a bytea[]) RETURNS bytea LANGUAGE plpgsql AS $$
 DECLARE at timestamptz := redlock.turn_of_permit(k[1]);
 BEGIN
   PERFORM redlock.put(k[2], a[1], redlock.number(a[2]), at);
@@ -526,7 +562,7 @@ BEGIN
 END $$;
 
 -- Set a key that is missing, unless an operator broke its lock; return whether it is ours.
-CREATE FUNCTION redlock.reclaim(k bytea[], a bytea[]) RETURNS boolean LANGUAGE plpgsql AS $$
+CREATE OR REPLACE FUNCTION redlock.reclaim(k bytea[], a bytea[]) RETURNS boolean LANGUAGE plpgsql AS $$
 DECLARE at timestamptz := redlock.turn_of_permit(k[1]);
 BEGIN
   IF redlock.get(k[3], at) = a[1] OR redlock.get(k[1], at) <> a[1] THEN
@@ -537,7 +573,7 @@ BEGIN
 END $$;
 
 -- By their values alone, without turns: a renewal waits only for who changes the same row.
-CREATE FUNCTION redlock."renew"(k bytea[], a bytea[]) RETURNS bytea LANGUAGE plpgsql AS $$
+CREATE OR REPLACE FUNCTION redlock."renew"(k bytea[], a bytea[]) RETURNS bytea LANGUAGE plpgsql AS $$
 DECLARE
   at timestamptz := redlock.begin_call();
   keys int := cardinality(a) / 3;
@@ -582,7 +618,7 @@ BEGIN
   RETURN redlock.list(VARIADIC replies);
 END $$;
 
-CREATE FUNCTION redlock."fence"(k bytea[], a bytea[]) RETURNS bytea LANGUAGE plpgsql AS $$
+CREATE OR REPLACE FUNCTION redlock."fence"(k bytea[], a bytea[]) RETURNS bytea LANGUAGE plpgsql AS $$
 DECLARE
   at timestamptz := redlock.turn(k[1]);
   counter bigint := redlock.fence_of(redlock.get(k[1], at));
@@ -596,17 +632,17 @@ END $$;
 
 -- Tenures: since (ms), a space, run id
 
-CREATE FUNCTION redlock.tenure(text bytea) RETURNS text LANGUAGE sql STABLE
+CREATE OR REPLACE FUNCTION redlock.tenure(text bytea) RETURNS text LANGUAGE sql STABLE
 RETURN CASE WHEN length(text) <= 100
     AND encode(text, 'escape') ~ '^\d{1,14} [^[:space:]]+$' THEN encode(text, 'escape') ELSE '' END;
 
-CREATE FUNCTION redlock.recorded(name bytea, at timestamptz) RETURNS text LANGUAGE sql
+CREATE OR REPLACE FUNCTION redlock.recorded(name bytea, at timestamptz) RETURNS text LANGUAGE sql
 RETURN redlock.tenure(coalesce(redlock.get(name, at), ''));
 
-CREATE FUNCTION redlock.since(tenure text) RETURNS bigint LANGUAGE sql STABLE
+CREATE OR REPLACE FUNCTION redlock.since(tenure text) RETURNS bigint LANGUAGE sql STABLE
 RETURN coalesce(nullif(split_part(tenure, ' ', 1), '')::bigint, 0);
 
-CREATE FUNCTION redlock."guard"(k bytea[], a bytea[]) RETURNS bytea LANGUAGE plpgsql AS $$
+CREATE OR REPLACE FUNCTION redlock."guard"(k bytea[], a bytea[]) RETURNS bytea LANGUAGE plpgsql AS $$
 DECLARE
   at timestamptz := redlock.turn(k[1]);
   now bigint := redlock.ms(at);
@@ -661,7 +697,7 @@ BEGIN
   RETURN redlock.list(VARIADIC replies);
 END $$;
 
-CREATE FUNCTION redlock."trust"(k bytea[], a bytea[]) RETURNS bytea LANGUAGE plpgsql AS $$
+CREATE OR REPLACE FUNCTION redlock."trust"(k bytea[], a bytea[]) RETURNS bytea LANGUAGE plpgsql AS $$
 DECLARE
   at timestamptz := redlock.turn(k[1]);
   now bigint := redlock.ms(at);
@@ -682,14 +718,14 @@ END $$;
 
 -- The starts of a rate: see starts.lua
 
-CREATE FUNCTION redlock.counted(taken bytea, now bigint, kept bigint, at timestamptz)
+CREATE OR REPLACE FUNCTION redlock.counted(taken bytea, now bigint, kept bigint, at timestamptz)
 RETURNS SETOF redlock.item LANGUAGE plpgsql AS $$
 BEGIN
   RETURN QUERY
   SELECT * FROM redlock.items(taken, at) AS i WHERE i.score > now - kept;
 END $$;
 
-CREATE FUNCTION redlock.store(taken bytea, tokens bytea, kept bigint, at timestamptz) RETURNS void
+CREATE OR REPLACE FUNCTION redlock.store(taken bytea, tokens bytea, kept bigint, at timestamptz) RETURNS void
 LANGUAGE plpgsql AS $$
 BEGIN
   PERFORM redlock.expire(taken, greatest(kept, redlock.pttl(taken, at)), at);
@@ -697,7 +733,7 @@ BEGIN
 END $$;
 
 -- Let a permit have the start that it had before it was taken, if there is one.
-CREATE FUNCTION redlock.forget(taken bytea, tokens bytea, permit bytea, at timestamptz) RETURNS void
+CREATE OR REPLACE FUNCTION redlock.forget(taken bytea, tokens bytea, permit bytea, at timestamptz) RETURNS void
 LANGUAGE plpgsql AS $$
 DECLARE
   before text := redlock.text_of((redlock.item_of(tokens, 'before:' || permit, at)).value);
@@ -711,7 +747,7 @@ BEGIN
 END $$;
 
 -- Forget the permits that have a token, but for one; return whether that one has it.
-CREATE FUNCTION redlock.search(
+CREATE OR REPLACE FUNCTION redlock.search(
   taken bytea, tokens bytea, token bytea, but bytea, at timestamptz) RETURNS boolean
 LANGUAGE plpgsql AS $$
 DECLARE
@@ -728,7 +764,7 @@ BEGIN
   RETURN found_it;
 END $$;
 
-CREATE FUNCTION redlock."take"(k bytea[], a bytea[]) RETURNS bytea LANGUAGE plpgsql AS $$
+CREATE OR REPLACE FUNCTION redlock."take"(k bytea[], a bytea[]) RETURNS bytea LANGUAGE plpgsql AS $$
 DECLARE
   at timestamptz := redlock.turn(k[1]);
   now bigint := redlock.ms(at);
@@ -792,7 +828,7 @@ BEGIN
     redlock.bulk(view::bytea), young);
 END $$;
 
-CREATE FUNCTION redlock."cancel"(k bytea[], a bytea[]) RETURNS bytea LANGUAGE plpgsql AS $$
+CREATE OR REPLACE FUNCTION redlock."cancel"(k bytea[], a bytea[]) RETURNS bytea LANGUAGE plpgsql AS $$
 DECLARE
   at timestamptz := redlock.turn(k[1]);
   counted bigint := 0;
@@ -814,7 +850,7 @@ BEGIN
   RETURN redlock.integer(counted);
 END $$;
 
-CREATE FUNCTION redlock."record"(k bytea[], a bytea[]) RETURNS bytea LANGUAGE plpgsql AS $$
+CREATE OR REPLACE FUNCTION redlock."record"(k bytea[], a bytea[]) RETURNS bytea LANGUAGE plpgsql AS $$
 DECLARE at timestamptz := redlock.turn(k[1]);
 BEGIN
   PERFORM redlock.search(k[1], k[2], a[1], a[2], at);
@@ -826,7 +862,7 @@ BEGIN
 END $$;
 
 -- ms until the permit is free that those before leave to a waiter; -1 if that does not expire
-CREATE FUNCTION redlock.free_in(rank bigint, free bigint, ends float8[], kept bigint) RETURNS bigint
+CREATE OR REPLACE FUNCTION redlock.free_in(rank bigint, free bigint, ends float8[], kept bigint) RETURNS bigint
 LANGUAGE plpgsql IMMUTABLE AS $$
 DECLARE
   permits bigint := free + cardinality(ends);
@@ -842,7 +878,7 @@ BEGIN
   RETURN CASE WHEN ms = 'infinity' THEN -1 ELSE ms END;
 END $$;
 
-CREATE FUNCTION redlock."register"(k bytea[], a bytea[]) RETURNS bytea LANGUAGE plpgsql AS $$
+CREATE OR REPLACE FUNCTION redlock."register"(k bytea[], a bytea[]) RETURNS bytea LANGUAGE plpgsql AS $$
 DECLARE
   at timestamptz := redlock.turn(coalesce(k[2], k[1]));
   since float8 := redlock.text_of(a[2])::float8;
@@ -899,7 +935,7 @@ BEGIN
 END $$;
 
 -- A claim: "value first ends", and in a second line the one that an unconfirmed one replaced.
-CREATE FUNCTION redlock."unique"(k bytea[], a bytea[]) RETURNS bytea LANGUAGE plpgsql AS $$
+CREATE OR REPLACE FUNCTION redlock."unique"(k bytea[], a bytea[]) RETURNS bytea LANGUAGE plpgsql AS $$
 DECLARE
   at timestamptz := redlock.turn(k[1]);
   now bigint := redlock.ms(at);
@@ -948,7 +984,7 @@ END $$;
 -- takes longer than the node timeout would cost its client the connection. A call does parts for a
 -- quarter of that, and the next call goes on there. Rows of locks stay for an hour, because
 -- `take_over` refuses a lock whose row is locked here.
-CREATE FUNCTION redlock.sweep() RETURNS void LANGUAGE plpgsql AS $$
+CREATE OR REPLACE FUNCTION redlock.sweep() RETURNS void LANGUAGE plpgsql AS $$
 DECLARE
   most int := 500;  -- rows of a part
   due timestamptz := clock_timestamp() - interval '1 minute';
@@ -975,7 +1011,7 @@ BEGIN
     at = CASE WHEN last IS NULL THEN clock_timestamp() ELSE '-infinity' END;
 END $$;
 
-CREATE FUNCTION redlock.info() RETURNS bytea LANGUAGE sql
+CREATE OR REPLACE FUNCTION redlock.info() RETURNS bytea LANGUAGE sql
 RETURN redlock.bulk(redlock.word(concat_ws(E'\r\n',
   'server_name:postgresql',
   'redis_version:' || split_part(current_setting('server_version'), ' ', 1),
@@ -988,7 +1024,7 @@ RETURN redlock.bulk(redlock.word(concat_ws(E'\r\n',
   '')));
 
 -- Names that begin as a pattern before its "*", in the order of their ids, from a cursor on.
-CREATE FUNCTION redlock.scan(cursor text, pattern bytea, most bigint) RETURNS bytea
+CREATE OR REPLACE FUNCTION redlock.scan(cursor text, pattern bytea, most bigint) RETURNS bytea
 LANGUAGE plpgsql AS $$
 DECLARE
   beginning bytea := decode(
@@ -1011,7 +1047,7 @@ BEGIN
     redlock.bulks(coalesce(names, '{}')));
 END $$;
 
-CREATE FUNCTION redlock.command(w bytea[]) RETURNS bytea LANGUAGE plpgsql AS $$
+CREATE OR REPLACE FUNCTION redlock.command(w bytea[]) RETURNS bytea LANGUAGE plpgsql AS $$
 DECLARE
   at timestamptz := clock_timestamp();
   verb text := upper(redlock.text_of(w[1]));
@@ -1096,6 +1132,21 @@ BEGIN
   ELSE
     RETURN redlock.word('-ERR unknown command ' || quote_literal(verb) || E'\r\n');
   END CASE;
+END $$;
+
+-- Before version 2 a run id was the cluster and the timeline. A record of this very server gets its new
+-- run id, because the server has forgotten nothing. Its tenure is newer than what clients have noted.
+DO $$
+DECLARE
+  now text := redlock.run_id();
+  before text := split_part(now, '-', 1) || '-' || split_part(now, '-', 4);
+BEGIN
+  IF current_setting('redlock.setup') = 'moved' THEN
+    UPDATE redlock.key SET value = now::bytea
+    WHERE value = before::bytea AND encode(name, 'escape') ~ '}:run$';
+    UPDATE redlock.key SET value = (redlock.since(encode(value, 'escape')) + 1 || ' ' || now)::bytea
+    WHERE split_part(redlock.tenure(value), ' ', 2) = before AND encode(name, 'escape') ~ '}:tenure$';
+  END IF;
 END $$;
 
 RESET search_path;

@@ -38,7 +38,7 @@ _TEMPORARY = {  # costs a vote in this round; some of these errors end only if a
 }
 # fmt: off
 _MISCONFIGURED = {  # no vote before an operator changes a setting
-    "READONLY|read only replica|previous master": _NOT_A_PRIMARY,
+    "READONLY|read only replica|previous master|it is a replica": _NOT_A_PRIMARY,
     "MASTERDOWN|Link with MASTER": _NOT_A_PRIMARY,
     r"Sentinel .*(?:Auth\w+ required|invalid (?:password|username)|password configured)":
         "correct sentinel_username and sentinel_password in its URL: Sentinels have their own",

@@ -21,7 +21,13 @@ from celery_redlock.lock.server.error_hints import hint_of, is_of_a_replica, str
 from celery_redlock.lock.server.handshake import ServerInfo, Tenure, Tenures, handshake, tenures_of
 from celery_redlock.lock.server.requests import GUARD
 from celery_redlock.lock.transport.address import Address
-from celery_redlock.lock.transport.command import Command, Question
+from celery_redlock.lock.transport.command import (
+    TIME,
+    Command,
+    IgnoreReply,
+    Question,
+    read_list,
+)
 from celery_redlock.lock.transport.connection import Connection
 from celery_redlock.lock.transport.node import BUSY, Gate, Node
 from celery_redlock.lock.transport.nodes import Nodes
@@ -84,14 +90,26 @@ class RestartGuard:
         self.same_server: tuple[str, str] | None = None  # names of two nodes that are one server
 
     def keep_alive(self, idle: float) -> None:
-        """Exchange tenures, or send PING, with every node without either for `idle` seconds."""
+        """Exchange tenures with every node, and ask for its time, every `idle` seconds.
+
+        A clock may be set. The question also keeps a connection that is not used.
+        """
         self._exchange_tenures(idle)
-        self.nodes.keep_alive(idle)
+        now = self._clock.now()
+        for node in self.nodes.all:
+            connection = node.connection
+            if connection is not None and now - connection.peer.timed_at > idle:
+                connection.peer.timed_at = now
+                node.send([(Command(TIME, IgnoreReply(self._on_time)), now, TIME)])
 
     def learn_time(self, node: int, wall: float, at: float) -> None:
         """Note a node's time. wall: seconds since 1970 by its clock; at: monotonic seconds."""
         connection = self.nodes.all[node].connection
         self._ahead[node] = wall - (at if connection is None else max(at, connection.opened_at))
+
+    def _on_time(self, node: int, sent: float, reply: Any) -> None:
+        seconds, microseconds = map(int, read_list(reply, 2))
+        self.learn_time(node, seconds + microseconds / 1e6, sent)
 
     def wall(self) -> float:
         """Return seconds since 1970 by the nodes' clocks: the median of the nodes that are known.
@@ -118,21 +136,23 @@ class RestartGuard:
     def on_error_reply(self, node: Node, text: str) -> bool:
         """Report each kind of error of a node once; return whether the server is a replica now."""
         cause = strip_args(text)
-        if self._is_news(node.index, cause):
+        is_demoted = is_of_a_replica(text)  # then the next connection is refused, too
+        if self._is_news(node.index, cause, at_connect=is_demoted):
             self._changed(node, NodeError(node.name, cause))
-        return is_of_a_replica(text)
+        return is_demoted
 
     def _on_down(self, node: Node, error: NodeError, was_down: bool) -> None:
         """Report that a node is down; only once if an operator must fix the cause."""
         is_news = not was_down
         if hint_of(error.cause):
-            is_news = self._is_news(node.index, error.cause, at_connect=not error.lost)
+            at_connect = not error.lost or is_of_a_replica(error.cause)
+            is_news = self._is_news(node.index, error.cause, at_connect=at_connect)
         if is_news:
             self._changed(node, error)
 
     def _on_up(self, node: Node) -> None:
         """Report that a node answers again; it connects, so its last refusal of that has ended."""
-        for refusal in list(self._refusals):  # not error replies: a replica connects each time
+        for refusal in list(self._refusals):  # not error replies: the connection stays
             if refusal[:2] == (node.index, True):
                 self._refusals.pop(refusal, None)
         self._changed(node, None)
@@ -156,7 +176,7 @@ class RestartGuard:
             self._learn(index, info.tenure, info.others)
             if self._tenures.ended(index, info.tenure):
                 raise NodeError(self.nodes.all[index].name, REPLACED)
-        info.sent_at = self._clock.now()
+        info.sent_at = info.timed_at = self._clock.now()
         if info.wall is not None:
             self.learn_time(index, info.wall, info.sent_at)
         use()

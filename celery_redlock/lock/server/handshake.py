@@ -11,7 +11,7 @@ too. A server whose tenure is older than the recorded one has missed grants of i
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -167,31 +167,39 @@ class ServerInfo(Peer):
     """What is known of a server: from the handshake, and of tenures from its latest reply.
 
     arguments: the result of `Guard.arguments`, which is also the suffix of each grant. evicts: the
-    server's eviction policy, "" if it evicts nothing. wall: seconds since 1970 by the server's
-    clock, None if it does not tell. abstains_for: remaining seconds of the node's grace period.
-    tenure: the node's own. others: the newest tenures that the node knows at the other nodes'
-    addresses, in order. sent_tenures: what the node was last sent about tenures, the result of
-    `Tenures.told`; empty if it could record nothing. sent_at: when, in monotonic seconds.
+    server's eviction policy, "" if it evicts nothing. in_cluster: whether it is a member of one.
+    wall: seconds since 1970 by the server's clock, None if it does not tell. abstains_for:
+    remaining seconds of the node's grace period. tenure: the node's own. others: the newest tenures
+    that the node knows at the other nodes' addresses, in order. sent_tenures: what the node was
+    last sent about tenures, the result of `Tenures.told`; empty if it could record nothing.
+    sent_at: when, in monotonic seconds. timed_at: when it was last asked for its time.
     """
 
     arguments: tuple[str, ...] = ("", "")
     evicts: str = ""
+    in_cluster: bool = False
     wall: float | None = None
     abstains_for: float = 0.0
     tenure: Tenure | None = None
     others: Sequence[Tenure | None] = ()
     sent_tenures: tuple[str, ...] = ()
     sent_at: float = 0.0
+    timed_at: float = 0.0
 
 
 def handshake(connection: Any, guard: Guard, tenures: Tenures, node: int) -> ServerInfo:
     """Load the scripts on a new connection, and let the server record its run id.
 
     Takes one round trip, and a second one with the guard. tenures: of all nodes. Raises
-    redis.ResponseError if the guard needs the run id and the server does not report it.
+    redis.ResponseError for a replica, and if the guard needs the run id and the server does not
+    report it.
     """
     # an ACL may refuse PING, which changes nothing, and SCRIPT: then EVAL sends the text
-    facts = read_info(connection, before=(PING, GRANT.load, RENEW.load, RELEASE.load))
+    before = PING, GRANT.load, RENEW.load, RELEASE.load
+    facts = read_info(connection, ("server", "memory", "replication"), before=before)
+    # one that takes writes would grant locks, and the next full resynchronization deletes them
+    if facts.get("role", "master") != "master":
+        raise redis.ResponseError("it is a replica")
     run_id = facts.get("run_id", "")
     if guard.mode != "off" and not run_id:
         raise redis.ResponseError(
@@ -199,13 +207,13 @@ def handshake(connection: Any, guard: Guard, tenures: Tenures, node: int) -> Ser
             'cannot tell a restart; allow it (ACL: +info), or set redlock_restart_guard = "off"'
         )
     arguments = guard.arguments(run_id)
-    evicts = facts.get("maxmemory_policy", "noeviction")
     time_us = facts.get("server_time_usec", "")
     info = ServerInfo(
         run_id,
         encode_words(arguments),
         arguments,
-        evicts if facts.get("maxmemory", "0") != "0" and evicts != "noeviction" else "",
+        eviction_policy(facts),
+        is_in_cluster(facts),
         int(time_us) / 1e6 if time_us.isdecimal() else None,
     )
     if guard.mode == "off":
@@ -220,6 +228,16 @@ def handshake(connection: Any, guard: Guard, tenures: Tenures, node: int) -> Ser
     info.abstains_for, info.tenure, info.others = tenures_of(reply, len(told))
     info.sent_tenures = told
     return info
+
+
+def eviction_policy(facts: Mapping[str, str]) -> str:
+    """Return by which policy a server deletes keys once its memory is full; "" if it does not."""
+    policy = facts.get("maxmemory_policy", "noeviction")
+    return policy if facts.get("maxmemory", "0") != "0" and policy != "noeviction" else ""
+
+
+def is_in_cluster(facts: Mapping[str, str]) -> bool:
+    return "cluster" in (facts.get("redis_mode"), facts.get("server_mode"))  # Valkey has both names
 
 
 def read_info(

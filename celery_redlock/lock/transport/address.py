@@ -22,7 +22,6 @@ from urllib.parse import parse_qsl
 
 import redis
 from redis.backoff import NoBackoff
-from redis.connection import parse_url, to_bool
 from redis.retry import Retry
 from redis.sentinel import Sentinel
 
@@ -37,6 +36,12 @@ from celery_redlock.lock.transport.connection import (
     RedisConnection,
     RedisPubSub,
 )
+from celery_redlock.lock.transport.credentials import (
+    PROVIDER,
+    ProviderError,
+    make_provider,
+    redact_url,
+)
 
 T = TypeVar("T")
 POSTGRES, POSTGRES_SCHEMES = "celery_redlock.lock.postgres.address", ("postgresql", "postgres")
@@ -49,21 +54,21 @@ _TLS_OPTIONS = [
     if name.startswith("ssl_") and "ocsp" not in name
 ]
 _SENTINEL_LOGIN = {"sentinel_username": "username", "sentinel_password": "password"}
-_QUERY = ["db", "username", "password", "client_name", "ssl", *_TLS_OPTIONS, *_SENTINEL_LOGIN]
+_QUERY = ["db", "username", "password", "client_name", "ssl", PROVIDER, *_TLS_OPTIONS]
+_QUERY += _SENTINEL_LOGIN
 _TLS_FILES = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
-_LOGIN = ("username", "password", "credential_provider", "redis_connect_func")
+_LOGIN = ("username", "password", PROVIDER, "redis_connect_func")
 _IS_CLOSED = re.compile("EOF occurred|[Cc]losed|[Rr]eset|Broken pipe")
 # The start of a server's reply to AUTH. Any other words may repeat the password.
 _REPLY_TO_AUTH = re.compile(
+    "(?:(?:WRONGPASS|NOAUTH|NOPERM|LOADING) )?(?:"
     "invalid password|invalid username-password pair"
     "|AUTH <password> called without any password configured for the default user"
     "|Client sent AUTH, but no password is set|Invalid Username or Password"
     "|Authentication required|DENIED .{,40}protected mode|max number of clients"
     "|unknown command .?AUTH|wrong number of arguments for 'auth' command"
-    "|(?:Redis|Valkey) is loading the dataset in memory"
+    "|(?:Redis|Valkey) is loading the dataset in memory)"
 )
-_HOST = r"(?:\[[\da-fA-F:.]+\]|[\w.-]+)(?::\d{1,5})?(?=[,/]|$)"
-_PLACE = re.compile(rf"(?:{_HOST}(?:,{_HOST})*)?(?:/[\w./-]*$)?")
 
 
 class Address(Protocol):
@@ -100,8 +105,11 @@ class Address(Protocol):
     def setup_sql(self, prefix: str) -> str:
         """Return the statements that an operator runs once on the server; "" for none."""
 
-    def create_schema(self, prefix: str) -> bool:
-        """Run these statements; return whether that was needed. Raises redis.RedisError."""
+    def create_schema(self, prefix: str) -> str:
+        """Run these statements; return what they did, as `redlock.setup` says in `schema.sql`.
+
+        Raises redis.RedisError.
+        """
 
 
 @dataclass(frozen=True)
@@ -182,8 +190,8 @@ class RedisAddress:
     def setup_sql(self, prefix: str) -> str:
         return ""
 
-    def create_schema(self, prefix: str) -> bool:
-        return False
+    def create_schema(self, prefix: str) -> str:
+        return ""
 
     def _primary(self, timeout: float) -> tuple[str, int]:
         """Return host and port of the primary, as the first Sentinel says that knows it.
@@ -307,11 +315,14 @@ def parse_address(node: Any, level: str, name: str) -> Address:
         try:
             if scheme != "sentinel":
                 pool = redis.ConnectionPool.from_url(node)
+                make_provider(pool.connection_kwargs)
                 pool.connection_class(**pool.connection_kwargs)  # raises for an unknown option
                 return _address_of(pool)
             hint = _wrong_query(node.partition("?")[2])
             if not hint:
                 return _sentinel_address(node)
+        except ProviderError as error:
+            hint = str(error)
         except (ValueError, TypeError, NameError, redis.RedisError):
             # the text of redis-py's error shows parts of the URL, so maybe of a password
             hint = (
@@ -342,18 +353,6 @@ def _postgres_address(url: str, level: str, name: str) -> Address:
                 "characters with a percent sign (%2F for /)"
             )
     raise SettingsError(level, name, repr(redact_url(url)), hint)
-
-
-def redact_url(url: str) -> str:
-    """Return scheme, hosts, ports and path of a URL, for logs; "..." for what may be a secret."""
-    scheme, separator, rest = url.partition("://")
-    if not separator or not scheme.isidentifier():
-        scheme, separator, rest = "", "", url
-    found = re.fullmatch("([^?#]*)(?:[?#][^@]*)?", rest)  # None: a password with "?" in it
-    place = found[1].rpartition("@")[2] if found else "?"
-    known = _PLACE.match(place)
-    shown = known[0] if known else ""
-    return f"{scheme}{separator}{shown}{'' if shown == place else '...'}"
 
 
 def _address_of(pool: Any) -> RedisAddress:
@@ -400,9 +399,22 @@ def _wrong_query(query: str) -> str:
             return unknown_option(name, _QUERY, "Sentinels")
         if not value:
             return f"its query names {name!r} without a value"
-        if name in _TLS_OPTIONS and not to_bool(given.get("ssl")):
+        if name in _TLS_OPTIONS and not is_on(given.get("ssl")):
             return f"its query names {name!r} without ssl=true, so without TLS"
     return ""
+
+
+def _parsed(url: str) -> dict[str, Any]:
+    """Return what a URL says of a connection, as redis-py's own `from_url` reads it."""
+    parse_url = getattr(redis.connection, "parse_url", None)
+    if parse_url is None:  # then with what a pool adds for itself
+        return dict(redis.ConnectionPool.from_url(url).connection_kwargs)
+    return dict(parse_url(url))
+
+
+def is_on(value: str | None) -> bool:
+    """Return whether a word of a query says yes, in redis-py's reading."""
+    return bool(value) and str(value).upper() not in ("0", "F", "FALSE", "N", "NO")
 
 
 def _sentinel_address(url: str) -> RedisAddress:
@@ -410,8 +422,9 @@ def _sentinel_address(url: str) -> RedisAddress:
     place, _, query = url.partition("://")[2].partition("?")
     netloc, _, service = place.partition("/")
     login, at, hosts = netloc.rpartition("@")
-    options = parse_url(f"redis://{login}{at}?{query}")
-    options["ssl"] = bool(to_bool(options.get("ssl")))
+    options = _parsed(f"redis://{login}{at}?{query}")
+    make_provider(options)
+    options["ssl"] = is_on(options.get("ssl"))
     own = {one: options.pop(name) for name, one in _SENTINEL_LOGIN.items() if name in options}
     own |= {name: value for name, value in options.items() if name.startswith("ssl")}
     if not service.strip("/"):

@@ -179,7 +179,7 @@ class Script:
         return request.replace(self.by_digest, self._by_source, 1)
 
 
-PING = encode_command("PING")
+PING, TIME = encode_command("PING"), encode_command("TIME")
 
 
 class Handler(Protocol):
@@ -216,11 +216,19 @@ class Command:
 
 
 class IgnoreReply:
-    """The handler of a command whose reply is not needed."""
+    """The handler of a command whose reply is not needed: an error costs no vote.
+
+    hear: called with the node, the monotonic seconds of the write and the reply, if it is no error.
+    """
 
     wanted = True
 
-    def on_reply(self, *_: Any) -> None: ...
+    def __init__(self, hear: Callable[[int, float, Any], object] | None = None) -> None:
+        self._hear = hear
+
+    def on_reply(self, node: int, sent: float, reply: Any, run_id: str) -> None:
+        if self._hear is not None and type(reply) is not hiredis.ReplyError:
+            self._hear(node, sent, reply)
 
     def on_error(self, *_: Any) -> None: ...
 

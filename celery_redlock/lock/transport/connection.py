@@ -31,6 +31,8 @@ from celery_redlock.lock.transport.command import (
 
 POISONED = "an exception interrupted a command"
 ENDED = "connection closed by the server"
+# said by the server itself: no command in flight was executed
+ENDED_BY_TIMEOUT = "closed by the server's idle_session_timeout"
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)  # SO_LINGER: unsent bytes go with the connection
 MOST_AT_ONCE = 65536  # bytes of a read
 LONGEST_TALK = 60.0  # seconds for all replies on a new connection: a scan needs many
@@ -94,9 +96,9 @@ class RedisConnection:
     `in_flight` or in `replies`, or for a moment in both, until its handler has the reply.
     """
 
-    __slots__ = ("_dialled", "_reader", "_ways", "discarded", "in_flight", "is_tls", "opened_at",
-                 "peer", "poisoned", "replies", "run_id", "socket", "struck", "suffix", "used_at",
-                 "write_buffer")  # fmt: skip
+    __slots__ = ("_add", "_dialled", "_gets", "_reader", "_ways", "discarded", "in_flight",
+                 "is_tls", "opened_at", "peer", "poisoned", "replies", "run_id", "socket",
+                 "struck", "suffix", "used_at", "write_buffer")  # fmt: skip
 
     def __init__(self, dialled: Any, peer: Peer) -> None:
         self._dialled = dialled
@@ -118,6 +120,8 @@ class RedisConnection:
         self._reader = ReplyReader()
         self.in_flight: deque[Entry] = deque()
         self.replies: deque[tuple[Entry, Any]] = deque()
+        # bound once: each reply would look them up
+        self._gets, self._add = self._reader.gets, self.replies.append
         self.struck: tuple[Entry, Any] | None = None  # the last reply whose handler raised
         self.write_buffer = b""
 
@@ -155,13 +159,10 @@ class RedisConnection:
         if self.poisoned:
             refuse(POISONED)
         try:
-            reader, in_flight, done = self._reader, self.in_flight, self.replies.append
             way = self._ways[keeps_gil]
-            reader.feed(receive(way) if self.is_tls else way.recv(MOST_AT_ONCE) or refuse(ENDED))
-            gets = reader.gets
-            while (reply := gets()) is not INCOMPLETE:
-                done((in_flight[0], reply))
-                in_flight.popleft()  # last: if an exception strikes before, no command is lost
+            received = receive(way) if self.is_tls else way.recv(MOST_AT_ONCE) or refuse(ENDED)
+            self._reader.feed(received)
+            self._move_replies()  # without a loop here: see `JobQueue.go_on`
         except IndexError:
             raise GarbledError("an unexpected answer") from None
         except BlockingIOError:
@@ -173,6 +174,12 @@ class RedisConnection:
         except BaseException:
             self.poisoned = True
             raise
+
+    def _move_replies(self) -> None:
+        gets, in_flight, add = self._gets, self.in_flight, self._add
+        while (reply := gets()) is not INCOMPLETE:
+            add((in_flight[0], reply))
+            in_flight.popleft()  # last: if an exception strikes before, no command is lost
 
     def close(self, *, reset: bool) -> None:
         """Close the connection; reset: discard bytes that have not left this machine."""
@@ -212,6 +219,7 @@ class DialledParser(DefaultParser):  # type: ignore[misc, valid-type]
         if type(reply) is not hiredis.ReplyError:
             return reply
         refusal = self.parse_error(str(reply))
+        refusal.args = (str(reply).removeprefix("ERR "),)  # redis-py takes every code out
         if isinstance(refusal, redis.ConnectionError):
             raise refusal
         return refusal

@@ -191,6 +191,12 @@ class Node:
         if self.connection is None and not self._connecting:
             self.jobs.do(self._start_connecting)
 
+    def connect_at_end(self) -> None:
+        """As `connect`, without a rest, for what is still to be sent; waits if it has no thread."""
+        self.jobs.do(self._start_at_end)
+        if self._connecting and self._connector is None:
+            self._connect(self.timeout)
+
     # the jobs: each is idempotent, because an interrupted job is done again
 
     def _write(self, entries: Sequence[Entry], keeps_gil: bool = True) -> None:
@@ -273,12 +279,20 @@ class Node:
             return False
         if self._connector is None:
             connector = self._platform.deadline_timer()
-            self._platform.start_thread(functools.partial(self._serve_connects, connector))
+            try:
+                self._platform.start_thread(functools.partial(self._serve_connects, connector))
+            except RuntimeError:  # the interpreter ends: `connect_at_end` connects
+                return False
             self._connector = connector
         self._connector.wake()  # first: an exception in between must not lose the wake-up
         self._connect_by = now + self.connect_budget
         self._connecting = True
         return True
+
+    def _start_at_end(self) -> None:
+        self._retry_at = 0.0
+        if not self._start_connecting() and not self._closed:
+            self._connecting = True  # in the caller's thread
 
     def _use(self, connection: Connection) -> None:
         self._connecting, self._failures, self.error = False, 0, None
@@ -314,7 +328,7 @@ class Node:
             if self._closed:
                 return
             if self.connection is None:
-                self._connect()
+                self._connect(self.connect_budget)
         self.jobs.do(functools.partial(self._end_connector, connector))
 
     def adopt(self, dialled: Any, info: Any) -> None:
@@ -336,11 +350,11 @@ class Node:
             while True:
                 self._cancellers.popleft()()
 
-    def _connect(self) -> None:
+    def _connect(self, budget: float) -> None:
         dialled = None
         try:
             self._cancel_overdue()
-            dialled = self.address.dial(self.connect_budget, self.timeout)
+            dialled = self.address.dial(budget, self.timeout)
             self.adopt(dialled, self._gate.handshake(dialled, self.index))
         except Exception as error:  # also an error of the user's credential provider
             if dialled is not None:

@@ -26,12 +26,13 @@ from celery_redlock.lock.transport.command import (
     PING,
     Command,
     Entry,
+    IgnoreReply,
     Question,
     Round,
     Script,
     UnexpectedReplyError,
 )
-from celery_redlock.lock.transport.connection import Connection, connect_budget
+from celery_redlock.lock.transport.connection import ENDED_BY_TIMEOUT, Connection, connect_budget
 from celery_redlock.lock.transport.node import (
     ENDED_IDLE,
     LONGEST_RECONNECT,
@@ -150,14 +151,6 @@ class Nodes:
         replies = question.replies.items()
         return {node: reply for node, reply in replies if type(reply) is not hiredis.ReplyError}
 
-    def keep_alive(self, idle: float) -> None:
-        """Send PING to every node without a write for this many seconds."""
-        now = self.clock.now()
-        for node in self.all:
-            connection = node.connection
-            if connection is not None and now - connection.used_at > idle:
-                node.send([(Command(PING, IGNORE_REPLY), now, PING)])
-
     def wait(self, round_: Round, until: float, *, native: bool = False) -> None:
         """Return when a round is decided, or at the monotonic second `until`.
 
@@ -246,6 +239,18 @@ class Nodes:
         self.wait_for_connects(pinged, sent, needed=len(self.all))
         return set(pinged.replies)
 
+    def flush(self, nodes: Sequence[int], until: float) -> None:
+        """Return when these nodes have answered all they were sent, or failed, or at `until`.
+
+        Each without a connection is connected to. One that answers a PING has answered all before.
+        """
+        pinged = Question(nodes, lambda reply: reply)
+        for index in nodes:
+            if self.all[index].connection is None and self.clock.now() < until:
+                self.all[index].connect_at_end()
+            self.send_to(index, Command(PING, pinged))
+        self.wait(pinged, until)
+
     def close(self) -> None:
         self._closed = True
         for node in self.all:
@@ -277,19 +282,22 @@ class Nodes:
         try:
             if self.mail:
                 self._deliver()  # first: a later command may follow on the next connection
-            for node in nodes:
-                connection = node.receive(keeps_gil=keeps_gil)
-                if connection is None:
-                    continue
-                demoted = self._dispatch_replies(node, connection)
-                if demoted and self.clock.now() - connection.opened_at > LONGEST_RECONNECT:
-                    node.drop(connection, demoted)  # the address may lead to another server by now
-                if node.index in self._down and node.connection is not None:
-                    self._down.discard(node.index)
-                    self._gate.up(node)
+            self._dispatch_each(nodes, keeps_gil)  # without a loop here: see `JobQueue.go_on`
         except BaseException:
             self.pollers.rearm()  # a waiting caller continues what was interrupted
             raise
+
+    def _dispatch_each(self, nodes: Sequence[Node], keeps_gil: bool) -> None:
+        for node in nodes:
+            connection = node.receive(keeps_gil=keeps_gil)
+            if connection is None:
+                continue
+            demoted = self._dispatch_replies(node, connection)
+            if demoted and self.clock.now() - connection.opened_at > LONGEST_RECONNECT:
+                node.drop(connection, demoted)  # the address may lead to another server by now
+            if self._down and node.index in self._down and node.connection is not None:
+                self._down.discard(node.index)
+                self._gate.up(node)
 
     def _dispatch_replies(self, node: Node, connection: Connection) -> str:
         """Call the handlers of replies; return the error that requires a reconnect, else "".
@@ -326,7 +334,7 @@ class Nodes:
     def _dispatch_error(self, node: Node, entry: Entry, reply: Any, run_id: str) -> str:
         """As `_dispatch_replies`, for one error reply."""
         command, sent, _ = entry
-        is_hint = command.handler is IGNORE_REPLY  # costs no vote
+        is_hint = isinstance(command.handler, IgnoreReply)  # costs no vote
         is_demoted = not is_hint and self._gate.error_reply(node, str(reply))
         command.handler.on_reply(node.index, sent, reply, run_id)
         return str(reply) if is_demoted else ""
@@ -363,7 +371,8 @@ class Nodes:
                 connection.close(reset=True)
                 self.pollers.rearm()  # another file may get its descriptor number now
             # an idle connection has not failed: a connect follows, and may report more
-            if error.cause == STALE or (error.cause == ENDED_IDLE and not entries):
+            is_idle = error.cause == ENDED_IDLE and not entries
+            if is_idle or error.cause in (STALE, ENDED_BY_TIMEOUT):
                 self.all[index].connect()
             elif not self._closed:
                 was_down = index in self._down

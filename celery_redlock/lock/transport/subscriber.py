@@ -6,9 +6,13 @@ thread may wait, and messages come unasked.
 
 from __future__ import annotations
 
+import math
 import select
 from collections.abc import Callable
 from typing import Any
+
+import hiredis
+from redis.backoff import ExponentialBackoff
 
 from celery_redlock.lock.platform.clock import Platform
 from celery_redlock.lock.platform.threads import JobQueue
@@ -18,14 +22,16 @@ from celery_redlock.lock.transport.connection import PubSub, connect_budget
 from celery_redlock.lock.transport.node import RECONNECT
 
 LINGER = 30.0  # seconds that an unused connection is kept; seconds without data before a PING
+ASK_AGAIN = ExponentialBackoff(cap=LINGER, base=0.05)  # of a subscription that was refused
 
 
 class Subscriber:
     """The subscriber connection to one node, in a thread that lives while a channel is wanted.
 
     channels: returns the channels to subscribe to. heard: called with a channel and a message. When
-    a subscription begins the message is "", because earlier messages may have been missed. asked,
-    confirmed: the channels of this connection.
+    a subscription begins the message is "", because earlier messages may have been missed.
+    refused: called with the node's words if it refuses a subscription, which is asked for again.
+    asked, confirmed: the channels of this connection.
     """
 
     def __init__(
@@ -35,10 +41,11 @@ class Subscriber:
         platform: Platform,
         channels: Callable[[], set[str]],
         heard: Callable[[str, str], None],
+        refused: Callable[[str], object] = lambda _: None,
     ) -> None:
         self._address, self._timeout = address, timeout
         self._platform, self._clock = platform, platform.clock
-        self._channels, self._heard = channels, heard
+        self._channels, self._heard, self._refused = channels, heard, refused
         self._waker: Any = None  # made in the thread: no caller fails if no descriptor is left
         self._jobs = JobQueue(platform.try_lock(), self._wake)  # start and end of the thread
         self._running = self._closed = False
@@ -48,6 +55,8 @@ class Subscriber:
         # whether a PING waits for its reply; monotonic seconds of that PING, or of the last data
         self._pinged, self._spoke_at = False, 0.0
         self._failures = 0
+        # refused subscriptions in a row; monotonic seconds when to ask for them again
+        self._refusals, self._again_at = 0, math.inf
 
     def resubscribe(self) -> None:
         """Subscribe to the channels that are wanted now. Never waits."""
@@ -113,6 +122,9 @@ class Subscriber:
             budget = connect_budget(self._timeout)
             self._pubsub = self._address.pubsub(budget, self._timeout)
             self._pinged, self._spoke_at = False, self._clock.now()
+        if self._clock.now() >= self._again_at:
+            self.asked = self.asked & self.confirmed
+            self._again_at = math.inf
         for channel in wanted - self.asked:  # one each: a user may have no right to one
             self._pubsub.send("SUBSCRIBE", channel)
         for channel in self.asked - wanted:
@@ -120,7 +132,9 @@ class Subscriber:
         self.asked = wanted
         if not self._channels() <= wanted:  # who wants another one since has seen the old ones
             return True
-        came = self._wait(self._timeout if self._pinged else LINGER)
+        longest = self._timeout if self._pinged else LINGER
+        left = self._again_at - self._clock.now()
+        came = self._wait(max(0.0, min(longest, left))) or left < longest
         heard, replies = self._pubsub.receive()
         if heard or wanted:
             self._check_silence(self._pubsub, heard=heard, came=came)
@@ -144,10 +158,18 @@ class Subscriber:
             self._pinged, self._spoke_at = True, now
 
     def _take(self, reply: Any) -> None:
+        if isinstance(reply, hiredis.ReplyError):
+            # a server that is busy, or has no memory left, may take it later
+            self._again_at = self._clock.now() + ASK_AGAIN.compute(self._refusals)
+            self._refusals = min(self._refusals + 1, 16)
+            self._refused(str(reply))
+            return
         kind, name = reply[:2] if isinstance(reply, list) else (b"", b"")
         channel = text_of(name)
         if kind == b"subscribe":
             self.confirmed.add(channel)
+            if self.confirmed >= self.asked:
+                self._refusals = 0
             self._heard(channel, "")
         elif kind == b"unsubscribe":
             self.confirmed.discard(channel)
@@ -168,6 +190,6 @@ class Subscriber:
 
     def _drop(self) -> None:
         pubsub, self._pubsub = self._pubsub, None
-        self.asked, self.confirmed = set(), set()
+        self.asked, self.confirmed, self._again_at = set(), set(), math.inf
         if pubsub is not None:
             pubsub.disconnect()

@@ -21,7 +21,7 @@ from celery_redlock.errors import counted
 from celery_redlock.label import escaped
 from celery_redlock.lock.claims import delete_claim
 from celery_redlock.lock.client import Redlock
-from celery_redlock.lock.engine.events import EVICTS_LOCKS
+from celery_redlock.lock.engine.events import EVICTS_LOCKS, LEAVES_WITH_SLOT
 from celery_redlock.lock.inspection import break_lock, break_rate
 from celery_redlock.lock.node_status import missing_rights, read_shared_settings, shared_settings_of
 from celery_redlock.lock.reports import BreakReport, BrokenLock, LockReport, NodeList, RateReport
@@ -50,7 +50,8 @@ from celery_redlock.operate.cli.views import (
     quorum_line,
 )
 from celery_redlock.operate.control import redlock_settings, shared_by
-from celery_redlock.operate.lints import ADVICE, ERROR, WARNING, Lint, left_open, lint
+from celery_redlock.operate.lints import ADVICE, ERROR, WARNING, Lint, lint
+from celery_redlock.operate.start_report import left_open
 from celery_redlock.tasks.declaration import ENTRY
 from celery_redlock.tasks.per_app import redlock_of, settings_of
 from celery_redlock.tasks.settings.app import CELERY_PREFIX, did_you_mean
@@ -103,14 +104,14 @@ def waiters(ctx: click.Context, pattern: str, as_json: bool) -> None:
     """Show the processes that wait, in order, and their tasks.
 
     Each waits for a lock, or for a start of a rate. PATTERN, such as "stock:*", selects resources.
-    The exit status is 2 if too few nodes answer.
+    The exit status is 2 if too few nodes answer, or no worker.
     """
     waiting = WaitersView.ask(app_from(ctx)).like(pattern)
     processes = waiting.registered
     lines = (*waiting.notes(), *failing_lines(processes.failing), *views.unknown_lines(processes))
     tables = waiting.tables("" if pattern == "*" else pattern)
     print_result(as_json, waiting.data(), *tables, *lines)
-    if not processes.is_known:
+    if not waiting.is_known:
         ctx.exit(EXIT_UNKNOWN)
 
 
@@ -122,7 +123,7 @@ def show(ctx: click.Context, name: str, as_json: bool) -> None:
     """Show who holds a resource and who waits, or where a task stands.
 
     The first 8 characters of a task id are enough, if it holds, waits or has a claim.
-    The exit status is 2 if too few nodes answer for that to be known.
+    The exit status is 2 if too few nodes answer for that to be known, or no worker.
     """
     app = app_from(ctx)
     made = redlock_of(app)
@@ -153,7 +154,7 @@ def show(ctx: click.Context, name: str, as_json: bool) -> None:
         failing = {**failing, **waiting.registered.failing}
     data = {"resource": name, "task": as_data(task), **as_data(shown), "waiters": waiting.data()}
     print_result(as_json, data, *parts, *failing_lines(failing), *views.unknown_lines(sight))
-    if not sight.is_known:
+    if not sight.is_known or (task is None and not everyone.is_known):
         ctx.exit(EXIT_UNKNOWN)
 
 
@@ -205,12 +206,9 @@ def break_(
         raise command_error(f"{none.rstrip('.')}{rest and f' ({rest})'}")
     if not yes:
         _confirm_break(found, rates, err=as_json)
-    broken = BreakReport(
-        resource,
-        tuple(break_lock(made.session, lock) for lock in found),
-        tuple(break_rate(made.session, rate) for rate in rates),
-        sight.needed,
-    )
+    ended = tuple(break_lock(made.session, lock) for lock in found)
+    given_back = tuple(break_rate(made.session, rate) for rate in rates)
+    broken = BreakReport(resource, ended, given_back, sight.needed)
     lines = [*map(views.broken_line, broken.locks), *map(views.freed_line, broken.rates)]
     print_result(as_json, as_data(broken), *lines)
     for one in broken.locks:  # after the lines above: a broker may be silent for the whole deadline
@@ -310,7 +308,7 @@ def trust(ctx: click.Context, nodes: Sequence[str], every: bool, yes: bool, as_j
 @as_json
 @click.pass_context
 def setup(ctx: click.Context, sql: bool, as_json: bool) -> None:
-    """Create the schema of the PostgreSQL node, once.
+    """Create the schema of the PostgreSQL node, or update it.
 
     It needs the right to create a schema in the database. Redis nodes need no setup.
     """
@@ -324,15 +322,14 @@ def setup(ctx: click.Context, sql: bool, as_json: bool) -> None:
         click.echo(data if as_json else statements)
         return
     try:
-        is_new = node.address.create_schema(made.prefix)
+        did = node.address.create_schema(made.prefix)
     except RedisError as error:
         raise command_error(f"{node.name}: {with_hint(str(error))}") from None
-    now = "now, and grants locks" if is_new else "already"
-    print_result(
-        as_json,
-        {"node": node.name, "created": is_new},
-        f"{node.name} has the schema redlock {now}",
-    )
+    is_new = did in ("new", "trusted")
+    shown = {"node": node.name, "created": is_new, "moved": did == "moved"}
+    if is_new:
+        shown["trusted"] = did == "trusted"
+    print_result(as_json, shown, f"{node.name} has the schema redlock {views.DONE_BY_SETUP[did]}")
 
 
 @redlock.command()
@@ -385,12 +382,13 @@ def doctor(ctx: click.Context, as_json: bool) -> None:
     }
     lines = [quorum_line(nodes)]
     for node in nodes.nodes:
-        level = ERROR if node.error else "ok" if node.votes else WARNING
+        level = ERROR if node.fails else "ok" if node.votes else WARNING
         lines.append(f"{level:<7}  {node.node} ({nodes_from}): {views.vote_of(node, nodes)}")
     lines += [f"{one.level:<7}  {one}" for one in lints]
     lines.append(_summary(nodes, lints))
     print_result(as_json, {"nodes": found, "lints": as_data(lints)}, *lines)
-    if not nodes.has_quorum or found["failing"] or any(one.level == ERROR for one in lints):
+    fails = any(node.fails for node in nodes.nodes)
+    if not nodes.has_quorum or fails or any(one.level == ERROR for one in lints):
         ctx.exit(1)
 
 
@@ -398,11 +396,11 @@ def _summary(nodes: NodeList, lints: Sequence[Lint]) -> str:
     """Return how many problems there are, and what explains them."""
     silent = [node for node in nodes.nodes if not node.votes]
     levels = [one.level for one in lints]
-    levels += [ERROR if node.error else WARNING for node in silent]
+    levels += [ERROR if node.fails else WARNING for node in silent]
     counts = [counted(levels.count(one), one) for one in (ERROR, WARNING) if one in levels]
     if not counts:
         return "No problems found."
-    waits = [not node.error and node.role == "master" for node in silent]  # a grace period
+    waits = [not node.fails for node in silent]  # a grace period
     codes = [anchors.NODE_FAILS] * (False in waits) + [anchors.NODE_RESTARTED] * (True in waits)
     codes += [anchors.DOCTOR_REPORTS] * any(one.level != ADVICE for one in lints)
     return anchors.see(f"{' and '.join(counts)} found", " and ".join(codes))
@@ -411,9 +409,11 @@ def _summary(nodes: NodeList, lints: Sequence[Lint]) -> str:
 def _lints_of_nodes(redlock: Redlock, status: NodeList) -> Iterator[Lint]:
     """Yield errors for shared settings that differ, and warnings of servers and missing rights."""
     for one in status.nodes:
-        if one.policy not in ("", "noeviction"):
-            setting = f"{one.node}: maxmemory-policy"
-            yield Lint(WARNING, setting, one.policy, EVICTS_LOCKS)
+        if one.policy not in ("", "noeviction"):  # an error of the worker is one here, too
+            level = ERROR if one.evicts else WARNING
+            yield Lint(level, f"{one.node}: maxmemory-policy", one.policy, EVICTS_LOCKS)
+        if one.in_cluster:
+            yield Lint(WARNING, f"{one.node}: cluster-enabled", "yes", LEAVES_WITH_SLOT)
     if len(status.nodes) == 2:
         hint = "while one of them is away, no lock is granted: name three"
         yield Lint(ADVICE, "app: redlock_nodes", "2 nodes", hint)
@@ -432,10 +432,15 @@ def _lints_of_nodes(redlock: Redlock, status: NodeList) -> Iterator[Lint]:
 
 def _lints_of_workers(app: Any) -> Iterator[Lint]:
     """Yield the running workers with other shared settings, or other names of nodes."""
-    own = shared_by(app)
-    for worker, theirs in ask_workers(app, redlock_settings.__name__)[0].items():
+    own, (by_worker, cause) = shared_by(app), ask_workers(app, redlock_settings.__name__)
+    if cause:
+        yield Lint(WARNING, "workers: settings", "unknown", f"no worker can be asked: {cause}")
+    for worker, theirs in by_worker.items():
         if theirs.get("prefix") != own["prefix"]:  # a worker without this package, or another's
             continue
+        if not theirs.get("is_logged", True):
+            hint = "lines of the logger 'celery_redlock' are not written: give it a handler"
+            yield Lint(WARNING, f"worker {worker}: logging", "no handler", hint)
         if theirs["settings"] != own["settings"]:
             hint = f"this app uses {own['settings']}: {UNTIL_ALIKE}"
             yield Lint(ERROR, f"worker {worker}: settings", f"({theirs['settings']})", hint)

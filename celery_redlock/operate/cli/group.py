@@ -70,7 +70,7 @@ def redlock(**_: Any) -> None:
 
 def app_from(ctx: click.Context) -> Any:
     """Return the app of the command line with all its tasks."""
-    app = ctx.find_root().obj.app
+    app = celery_redlock_entry.without_proxy(ctx.find_root().obj.app)
     app.loader.import_default_modules()
     app.finalize()
     install(app)

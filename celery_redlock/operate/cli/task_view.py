@@ -8,10 +8,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from typing import Any
 
-from celery.backends.base import DisabledBackend
 from celery.states import PENDING
 
 from celery_redlock import anchors
@@ -20,7 +19,7 @@ from celery_redlock.lock.platform.clock import SystemClock
 from celery_redlock.lock.reports import LockList, LockReport
 from celery_redlock.operate.cli.group import Table, format_duration, print_all, within_deadline
 from celery_redlock.operate.cli.views import WaitersView
-from celery_redlock.tasks.reporting import DEFERRED
+from celery_redlock.tasks.reporting import DEFERRED, DisabledBackend
 
 NO_BACKEND = "Without a result backend the state of a task that has ended is not known."
 PENDING_TASK = "A task with this id may be queued, lost with its worker, or not exist."
@@ -144,7 +143,7 @@ def _late(lock: LockReport) -> str:
 
 def _moment(text: str) -> str:
     """Return a moment in ISO 8601 as people read it: in how long, and when."""
-    at = datetime.fromisoformat(text).astimezone(timezone.utc)
+    at = datetime.fromisoformat(text).astimezone(UTC)
     left = max(0.0, at.timestamp() - SystemClock().wall_us() / 1e6)
     day = f"{at:%Y-%m-%d} " if left >= 86400 else ""
     return f"in {format_duration(left)} ({day}{at:%H:%M:%S} UTC)"

@@ -45,6 +45,13 @@ LOCK_HEADS = ("RESOURCE", "HOLDER", "ID", "WORKER", "HELD FOR", "RENEWED", "VALI
 LOCKS_UNKNOWN = "Which locks are held is unknown."
 CLAIMS_UNKNOWN = "Which claims exist is unknown."
 PROCESSES_UNKNOWN = "Which processes wait is unknown."
+DONE_BY_SETUP = {  # by the result of `Address.create_schema`
+    "trusted": "now, and grants locks",
+    "new": "now. Clients were connected, whose locks it does not know: it grants locks after a "
+    "grace period",
+    "moved": "of an earlier release no more: it was moved in place, and grants locks",
+    "there": "already",
+}
 TASKS_UNKNOWN = "Which tasks wait is unknown."
 REPLY_TIMEOUT = 1.0  # seconds in which a worker must answer
 

@@ -15,9 +15,8 @@ from pathlib import Path
 from threading import get_ident
 from typing import Any
 
-from celery.concurrency import get_implementation
-
 from celery_redlock import anchors
+from celery_redlock.compatibility import find
 from celery_redlock.errors import RedlockError
 from celery_redlock.lock.client import session_of
 from celery_redlock.lock.engine.events import Events
@@ -25,6 +24,7 @@ from celery_redlock.lock.engine.session import Session
 from celery_redlock.lock.model.acquisition import Acquisition
 from celery_redlock.lock.model.keys import label_of
 from celery_redlock.lock.model.options import CompletionMarker, LockOptions
+from celery_redlock.lock.platform.forks import reset_in_children
 from celery_redlock.lock.platform.threads import (
     DeadlineTimer,
     Waker,
@@ -36,6 +36,9 @@ from celery_redlock.tasks.children.journal import CLAIMED, HELD, RELEASED, Journ
 from celery_redlock.tasks.per_app import redlock_of, settings_of
 
 logger = logging.getLogger(__name__)
+
+# a worker has found the class by the time that most ask
+_get_implementation = find("celery.concurrency:get_implementation", lambda pool: pool)
 
 MAX_UNWATCHED = 1000  # slots of forks that failed, or of children that have not signed theirs yet
 FORK_WAIT = 1.0  # seconds that a fork waits for receivers of signals to return
@@ -185,10 +188,9 @@ class ForkingProcess:
 
 this_process = ForkingProcess()
 os.register_at_fork(
-    before=this_process.before_fork,
-    after_in_parent=this_process.after_fork_in_parent,
-    after_in_child=this_process.after_fork_in_child,
+    before=this_process.before_fork, after_in_parent=this_process.after_fork_in_parent
 )
+reset_in_children(this_process.after_fork_in_child)
 
 
 def _slots() -> list[JournalSlot]:
@@ -234,7 +236,7 @@ def forks_children(worker: Any) -> bool:
     Celery's own pools fork only if they count their processes. Any other pool may fork, unless it
     is one of greenlets. Source: celery.concurrency; BasePool has `uses_semaphore` and `is_green`.
     """
-    pool = get_implementation(worker.pool_cls)
+    pool = _get_implementation(worker.pool_cls)
     is_celerys = pool.__module__.startswith("celery.concurrency.")
     return bool(pool.uses_semaphore or not (is_celerys or pool.is_green))
 

@@ -11,17 +11,18 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from datetime import datetime, timedelta, timezone
+from datetime import UTC, datetime, timedelta
 from typing import Any, TypeVar
 from urllib.parse import quote
 
 from celery.app.task import Context
-from celery.utils.time import maybe_iso8601, maybe_make_aware
+from celery.worker import state
 
 from celery_redlock.label import RunId
 from celery_redlock.lock.platform.clock import SystemClock
 from celery_redlock.lock.validation import MOST_PERMITS
 from celery_redlock.signals import LockDeferredEvent
+from celery_redlock.tasks.children.reaper import this_process
 from celery_redlock.tasks.delivery.route import CAME_BACK, QUEUE, Route, has_way_back, queue_of
 from celery_redlock.tasks.reporting import StateReporter
 
@@ -50,7 +51,8 @@ class Deferral:
     refused, by the clocks of the lock nodes: those of two workers may be an hour apart. countdown:
     seconds from `at` to its next try. resource: the one that refused, of all `resources` of its
     lock. holder: the holder's label, "" if unknown. expires_in: seconds from `at` to the end of the
-    holder's lease, or to the next start, None if unknown; no message carries these two. limit: that
+    holder's lease, or to the next start, None if unknown; no message carries these two. had_waited:
+    seconds up to `at`, as a sum, since a node's clock may be set in between. limit: that
     of `resource`. rate: that of `resource` if its starts are used up, else "". is_taken: False if
     no quorum voted. why: for people. waits_for_release: the message has no budget, and no callable
     `on_conflict` or `limit` to ask, so it may wait for longer than its countdown. A redelivery that
@@ -71,10 +73,19 @@ class Deferral:
     is_taken: bool = True
     why: str = ""
     waits_for_release: bool = False
+    had_waited: float = 0.0
 
     def waited(self, now: float) -> float:
         """Return the seconds since the first try, 0.0 if there was none. now: as `since`."""
-        return max(0.0, now - self.since) if self.since else 0.0
+        before = self.had_waited or max(0.0, self.at - self.since)
+        return before + max(0.0, now - self.at) if self.since else 0.0
+
+    def left(self, now: float) -> float:
+        """Return the seconds until the next try, below 0 after it. now: as `since`.
+
+        At most the countdown: a clock that says more was set back.
+        """
+        return min(self.countdown, self.at + self.countdown - now)
 
     def info(self, now: datetime) -> dict[str, Any]:
         """Return what is stored and sent with DEFERRED. now: by the own clock, in UTC."""
@@ -110,7 +121,8 @@ class LockHeader:
     not the first one. waits: how often a redelivery was republished while its first delivery held
     the lock. origin: where the message was sent to first, and the queue that this copy of it goes
     back to. unique: of a deduplicated send, as of `ClaimToken`. life: how often RabbitMQ
-    dead-lettered the message: each life is a run of its own.
+    dead-lettered the message: each life is a run of its own. eta: of the send, in ISO 8601 or
+    "", once the message's own `eta` is the time of a next try.
     """
 
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -123,6 +135,7 @@ class LockHeader:
     origin: Route | None = None
     unique: Mapping[str, Any] | None = None
     life: int = 0
+    eta: str = ""
 
     @classmethod
     def of(cls, request: Any) -> LockHeader:
@@ -137,11 +150,15 @@ class LockHeader:
             header = NO_HEADER  # inherited from a parent
         deaths = _deaths(request)
         # `is_flagged` alone is no republication: `revoked` writes it, and no count of retries
-        was_republished = header.deferral.at > 0 or header.waits > 0
-        if was_republished and (header.retries != request.retries or deaths):
+        if header.was_republished and (header.retries != request.retries or deaths):
             # a real retry takes the lock anew: what the run before it waited is not its own
             header = LockHeader(header.options, header.id, unique=header.unique, life=header.life)
         return replace(header, life=header.life + deaths) if deaths else header
+
+    @property
+    def was_republished(self) -> bool:
+        """Whether the `eta` of the message is ours; also that of a debounced send."""
+        return self.deferral.at > 0 or self.waits > 0
 
     def revoked(self) -> LockHeader:
         """Return the header of a delivery that was revoked; the run acts on it."""
@@ -153,16 +170,18 @@ class LockHeader:
 
     def deferred(self, request: Any, deferral: Deferral) -> LockHeader:
         """Return the header of a message that is republished, or waits, for its lock."""
-        return replace(self, id=request.id, retries=request.retries, deferral=deferral)
+        eta = self.eta if self.was_republished else request.eta or ""
+        own = {"id": request.id, "retries": request.retries, "eta": str(eta)}
+        return replace(self, deferral=deferral, **own)
 
     def waiting_for_first_delivery(self, request: Any, deferral: Deferral) -> LockHeader:
         """Return the header of a redelivery that is republished; its own deferrals begin anew."""
-        return replace(self, waits=self.waits + 1).deferred(request, deferral)
+        return replace(self.deferred(request, deferral), waits=self.waits + 1)
 
     def to_message(self) -> dict[str, Any]:
         """Return a mapping that any serializer takes; parts that are absent are left out."""
         carried = {"options": dict(self.options), "id": self.id, "retries": self.retries}
-        for name in ("is_revoked", "is_flagged", "waits", "unique", "life"):
+        for name in ("is_revoked", "is_flagged", "waits", "unique", "life", "eta"):
             if value := getattr(self, name):
                 carried[name] = value
         for name in ("deferral", "origin"):
@@ -196,14 +215,15 @@ _COUNT, _LIMIT = range(10**9), range(1, MOST_PERMITS + 1)
 # by part: the fields that a message carries, and their types, ranges or parts
 _KINDS: Mapping[type, Mapping[str, Any]] = {
     Deferral: {
-        "count": _COUNT, "since": float, "at": float, "countdown": float, "resource": str,
-        "resources": tuple, "limit": _LIMIT, "rate": str, "is_taken": bool, "why": str,
-        "waits_for_release": bool,
+        "count": _COUNT, "since": float, "at": float, "countdown": float, "had_waited": float,
+        "resource": str, "resources": tuple, "limit": _LIMIT, "rate": str, "is_taken": bool,
+        "why": str, "waits_for_release": bool,
     },
     Route: {"exchange": str, "routing_key": str, "queue": str},
     LockHeader: {
         "options": Mapping, "id": str, "retries": _COUNT, "is_revoked": bool, "is_flagged": bool,
         "waits": _COUNT, "unique": Mapping, "life": _COUNT, "deferral": Deferral, "origin": Route,
+        "eta": str,
     },
 }  # fmt: skip
 
@@ -313,13 +333,42 @@ class Delivery:
         return (self._properties.get(QUEUE) or origin.queue) != origin.queue
 
     @property
+    def was_deferred(self) -> bool:
+        """Whether DEFERRED may be what is stored and shown of the message.
+
+        One that comes back may have been deferred in the memory of a worker that has died since.
+        """
+        is_flagged = bool((self.request.delivery_info or {}).get("redelivered"))
+        return self.header.deferral.count > 0 or self.is_redelivered or is_flagged
+
+    @property
     def cancelled(self) -> str | None:
-        """Why a message that may have run elsewhere is not to run: "expired" or "revoked"."""
-        if not self.acks_late:  # the main process has ended it already
+        """Why the message is not to run: "expired" or "revoked"; asked anew each time.
+
+        The main process has asked before it gave the message to its pool. Here it has waited since:
+        for a free thread or greenlet, or for its lock. A pool's child hears of no revocation.
+        """
+        if self.request.is_eager:
             return None
-        if self.header.is_revoked:
+        if self.header.is_revoked or (this_process.slot is None and self._is_revoked_here):
             return "revoked"
-        return "expired" if self.may_have_run_elsewhere and self.expires_in < 0 else None
+        return "expired" if self.expires_in < 0 else None
+
+    @property
+    def _is_revoked_here(self) -> bool:
+        """Whether this worker was told to revoke the message, by its id or by a stamp.
+
+        Source: celery.worker.request: Request.revoked.
+        """
+        request = self.request
+        if request.id in state.revoked:
+            return True
+        for name in (request.stamped_headers or ()) if state.revoked_stamps else ():
+            stamped, revoked = (request.stamps or {}).get(name), state.revoked_stamps.get(name, ())
+            stamps = stamped if isinstance(stamped, (list, tuple)) else [stamped]
+            if any(stamp in revoked for stamp in stamps):
+                return True
+        return False
 
     @property
     def expires_in(self) -> float:
@@ -327,8 +376,7 @@ class Delivery:
         expires = self.request.expires
         if not expires:
             return math.inf
-        at: datetime = maybe_make_aware(maybe_iso8601(expires), self.task.app.conf.timezone)
-        return (at - utc_now()).total_seconds()
+        return (moment_of(expires) - utc_now()).total_seconds()
 
     @property
     def can_republish(self) -> bool:
@@ -357,7 +405,13 @@ class Delivery:
 
 
 def utc_now() -> datetime:
-    return datetime.now(timezone.utc)
+    return datetime.now(UTC)
+
+
+def moment_of(said: str | datetime) -> datetime:
+    """Return a moment that a send or a message names; one without a time zone is in UTC."""
+    at = datetime.fromisoformat(said) if isinstance(said, str) else said
+    return at if at.tzinfo else at.replace(tzinfo=UTC)
 
 
 def own_headers(request: Any) -> dict[str, Any]:

@@ -2,7 +2,9 @@
 
 Source: Celery's own `Task.retry` and `send_task`, which make their message of the same parts; what
 they leave out (`argsrepr`, `kwargsrepr`, `compression`, the delivery mode and other properties, and
-on 5.5 and 5.6 `ignore_result`) is passed on here, and the message does not become its own parent.
+on 5.6 `ignore_result`) is passed on here, and the message does not become its own parent.
+Options of a send that Celery does not know travel as properties: all that are not a transport's own
+go out again, for they may name a user or a tenant.
 
 RabbitMQ needs more. What dead-lettering wrote into the headers must not go out again: RabbitMQ
 would take the message for one that runs in a circle, and drop it. It has to confirm a publish; and
@@ -14,21 +16,22 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import logging
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from datetime import datetime
 from typing import Any
 
-from billiard.pool import SIG_SOFT_TIMEOUT, soft_timeout_sighandler
 from celery.exceptions import Ignore, Reject, SoftTimeLimitExceeded
 from kombu.exceptions import OperationalError
 from kombu.messaging import Producer
 from kombu.pools import producers
 from kombu.serialization import registry
-from kombu.utils.json import dumps
 
+from celery_redlock.compatibility import find
 from celery_redlock.lock.platform.clock import SystemClock
 from celery_redlock.tasks.delivery.delivery import (
     ARGUMENTS,
@@ -48,10 +51,35 @@ from celery_redlock.tasks.delivery.route import (
 
 logger = logging.getLogger(__name__)
 
+_POOL = "billiard.pool:"  # without it, whatever handler the signal has counts
+_SIGNAL = find(f"{_POOL}SIG_SOFT_TIMEOUT", getattr(signal, "SIGUSR1", None))
+_HANDLER = find(f"{_POOL}soft_timeout_sighandler", None)
+_dumps, _PRIORITY = find("kombu.utils.json:dumps", None), "_get_message_priority"
+
 BEFORE_REQUEUE = 1.0  # s: else a broker that only takes acknowledgements would spin the message
-# properties of a send that its message carries; the last one is SQS' own
-_PROPERTIES = ("app_id", "cluster_id", "correlation_id", "message_id", "timestamp", "type",
-               "user_id", "MessageGroupId")  # fmt: skip
+# Properties that a transport writes (kombu.transport.virtual, amqp.basic_message), that the new
+# message gets in another way, or that would drop or delay it (RabbitMQ, SQS).
+_OF_TRANSPORTS = frozenset({
+    "application_headers", "body_encoding", "content_encoding", "content_type", "delivery_info",
+    "delivery_mode", "delivery_tag", "headers", "priority", "reply_to", "expiration",
+    "MessageDeduplicationId", "DelaySeconds",
+})  # fmt: skip
+# A property with such a name would become an option of the publisher. No send makes one.
+_OF_PUBLISHERS = frozenset({
+    *inspect.signature(Producer.publish).parameters, "event_dispatcher", "exchange_type", "message",
+    "name", "producer", "queue",
+})  # fmt: skip
+_OWN = "redlock_"  # what a worker notes of a delivery, for its own processes
+
+
+def own_properties(properties: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the properties that the sender gave to a message: Celery passes on unknown options."""
+    theirs = _OF_TRANSPORTS | _OF_PUBLISHERS
+    return {
+        name: value
+        for name, value in properties.items()
+        if value is not None and name not in theirs and not name.startswith(_OWN)
+    }
 
 
 class Requeue(Reject, Ignore):
@@ -157,12 +185,12 @@ def publish(
     properties = request.get("properties") or {}
     carried = replace(header, origin=route).to_message()
     own_serializer = registry.type_to_name.get(properties.get("content_type"))
-    own_properties = {n: properties[n] for n in _PROPERTIES if properties.get(n) is not None}
+    kept = own_properties(properties)
     with confirming_producer(app, anew=anew) as producer:
         # RabbitMQ refuses the name of a user that is not its connection's
         user = driver_of(app) == "amqp" and (producer.connection.userid or "guest")
-        if user and own_properties.get("user_id") != user:
-            own_properties.pop("user_id", None)
+        if user and kept.get("user_id") != user:
+            kept.pop("user_id", None)
         send = functools.partial(
             app.amqp.send_task_message,
             producer,
@@ -174,7 +202,7 @@ def publish(
             priority=(request.delivery_info or {}).get("priority"),
             retry=True,  # else kombu raises errors of connections as the transport's own
             serializer=own_serializer or task.serializer,
-            **own_properties,
+            **kept,
         )
         if not _send_by_delay(app, route, producer, send, countdown):
             with head_of_queues(app, producer) if at_head else contextlib.nullcontext():
@@ -236,7 +264,7 @@ def _fields_of_message(delivery: Delivery) -> dict[str, Any]:
         "chain": request.chain,
         "callbacks": request.callbacks,
         "errbacks": request.errbacks,
-        "expires": request.expires,
+        "expires": _expires_of(delivery),
         "retries": request.retries,
         "time_limit": hard,
         "soft_time_limit": soft,
@@ -251,21 +279,32 @@ def _fields_of_message(delivery: Delivery) -> dict[str, Any]:
     }
 
 
+def _expires_of(delivery: Delivery) -> Any:
+    """Return the `expires` of a message, for a new one.
+
+    Source: celery.app.amqp: before 5.7 `as_task_v1` takes no text, as a message has it.
+    """
+    expires = delivery.request.expires
+    is_text = isinstance(expires, str) and delivery.task.app.conf.task_protocol == 1
+    return datetime.fromisoformat(expires) if is_text else expires
+
+
 @contextlib.contextmanager
 def without_soft_limit() -> Iterator[None]:
     """Let a soft time limit pass unheard: of a publish that it cuts nobody knows whether it left.
 
     Source: billiard.pool, which sends a signal to the child and installs this handler there.
     """
-    heard = SIG_SOFT_TIMEOUT is not None and threading.current_thread() is threading.main_thread()
-    if not heard or signal.getsignal(SIG_SOFT_TIMEOUT) is not soft_timeout_sighandler:
+    heard = _SIGNAL is not None and threading.current_thread() is threading.main_thread()
+    handler = signal.getsignal(_SIGNAL) if heard else None
+    if not callable(handler) or handler is not (_HANDLER or handler):
         yield
         return
-    signal.signal(SIG_SOFT_TIMEOUT, signal.SIG_IGN)
+    signal.signal(_SIGNAL, signal.SIG_IGN)
     try:
         yield
     finally:
-        signal.signal(SIG_SOFT_TIMEOUT, soft_timeout_sighandler)
+        signal.signal(_SIGNAL, handler)
 
 
 @contextlib.contextmanager
@@ -315,20 +354,22 @@ def head_of_queues(app: Any, producer: Any) -> Iterator[None]:
 
     Source: kombu.transport.redis: `Channel._put` pushes to the left, consumers pop from the right,
     and what a consumer gives back is pushed to the right. A queue that expires is left to `_put`.
+    Without one of these names the message goes to the end of its queue.
     """
     channel = producer.channel
-    if driver_of(app) != "redis" or not hasattr(channel, "_q_for_pri"):
+    parts: list[Any] = [getattr(channel, name, None) for name in ("_put", "_q_for_pri", _PRIORITY)]
+    if driver_of(app) != "redis" or None in (_dumps, *parts):
         yield
         return
-    put = channel._put
+    put, key_of, priority_of = parts
 
     def put_first(queue: str, message: Any, **how: Any) -> None:
         if queue in (getattr(channel, "_expires", None) or ()):
             put(queue, message, **how)
             return
-        priority = channel._get_message_priority(message, reverse=False)
+        priority = priority_of(message, reverse=False)
         with channel.conn_or_acquire() as client:
-            client.rpush(channel._q_for_pri(queue, priority), dumps(message))
+            client.rpush(key_of(queue, priority), _dumps(message))
 
     channel._put = put_first
     try:

@@ -15,15 +15,25 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from celery import bootsteps
-from celery.utils.quorum_queues import detect_quorum_queues
 from kombu.common import Broadcast
 from kombu.entity import Exchange, Queue
-from kombu.transport.native_delayed_delivery import MAX_LEVEL, calculate_routing_key, level_name
+
+from celery_redlock.compatibility import find
+
+_NATIVE = "kombu.transport.native_delayed_delivery:"
+_MAX_LEVEL = find(f"{_NATIVE}MAX_LEVEL", None)
+_level_name = find(f"{_NATIVE}level_name", None)
+_calculate_routing_key = find(f"{_NATIVE}calculate_routing_key", None)
+_detect_quorum_queues = find("celery.utils.quorum_queues:detect_quorum_queues", None)
+# else a deferral waits in a worker for its countdown, as with any other queue
+_CAN_DELAY = None not in (_MAX_LEVEL, _level_name, _calculate_routing_key, _detect_quorum_queues)
+
+_MapRoute = find("celery.app.routes:MapRoute", None)  # else no entry of task_routes is known
 
 QUEUE = "redlock_queue"  # the property of a delivery, never of a message, that names its queue
 
@@ -64,18 +74,28 @@ class Route:
         """The one queue that a message came through; None if unknown."""
         return self.routing_key if self.queue is None and self.exchange == "" else self.queue
 
-    def reaches(self, queue: Queue) -> bool:
-        """Return whether a message to here comes into a queue, by its declared bindings."""
+    def reaches(self, queue: Queue, headers: Mapping[str, Any]) -> bool:
+        """Return whether a message to here comes into a queue, by its declared bindings.
+
+        headers: of the message. False if that is known to the broker alone.
+        """
         if self.exchange == "":
             return bool(queue.name == self.routing_key)
-        return any(self._fits(*binding) for binding in bindings_of(queue))
+        return any(
+            self.exchange in (None, exchange.name) and self._fits(exchange, key, arguments, headers)
+            for exchange, key, arguments in bindings_of(queue)
+        )
 
-    def _fits(self, exchange: Exchange, binding: str) -> bool:
-        if self.exchange not in (None, exchange.name):
-            return False
+    def _fits(
+        self, exchange: Exchange, key: str, arguments: Mapping[str, Any], headers: Mapping[str, Any]
+    ) -> bool:
         if exchange.type == "direct":
-            return binding == self.routing_key
-        return (exchange.type == "fanout" and self.exchange is not None) or self.has_topic(binding)
+            return key == self.routing_key
+        if exchange.type == "headers":
+            return _has_headers(headers, arguments)
+        if exchange.type == "fanout" and self.exchange is not None:
+            return True
+        return exchange.type in ("fanout", "topic") and self.has_topic(key)
 
     def has_topic(self, binding: str) -> bool:
         """Return whether its routing key fits a binding of a topic exchange."""
@@ -90,19 +110,38 @@ class Route:
         return len(words) in begun
 
 
-def bindings_of(queue: Queue) -> Iterator[tuple[Exchange, str]]:
-    """Give each exchange that a queue is declared to be bound to, with the key of the binding."""
+def _has_headers(headers: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
+    """Return whether a headers exchange hands a message on by a binding with these arguments.
+
+    Source: https://www.rabbitmq.com/tutorials/amqp-concepts#exchange-headers
+    """
+    mode = wanted.get("x-match", "all")
+    asked = {
+        name: value
+        for name, value in wanted.items()
+        if name != "x-match" and (mode.endswith("-with-x") or not name.startswith("x-"))
+    }
+    fits = [name in headers and value in (None, headers[name]) for name, value in asked.items()]
+    return any(fits) if mode.startswith("any") else all(fits)
+
+
+def bindings_of(queue: Queue) -> Iterator[tuple[Exchange, str, Mapping[str, Any]]]:
+    """Give each exchange that a queue is declared to be bound to, with key and arguments."""
     if queue.exchange:
-        yield queue.exchange, str(queue.routing_key or "")
+        yield (
+            queue.exchange,
+            str(queue.routing_key or ""),
+            getattr(queue, "binding_arguments", None) or {},
+        )
     for binding in queue.bindings or ():
-        yield binding.exchange, str(binding.routing_key or "")
+        yield binding.exchange, str(binding.routing_key or ""), binding.arguments or {}
 
 
 def queue_of(app: Any, route: Route, known: dict[tuple[str | None, str], str]) -> str:
-    """Return the queue that a message came through, or the first one that a send to here reaches.
+    """Return the queue that a message came through, or the one that its route leads to.
 
-    A declared queue that is bound by this very key goes before those whose topic fits; if there is
-    none, it is the routing key. known: queues found before, by exchange and routing key.
+    If none is declared there, it is the routing key. known: queues found before, by exchange and
+    routing key.
     """
     if route.queue is not None:
         return route.queue
@@ -110,33 +149,111 @@ def queue_of(app: Any, route: Route, known: dict[tuple[str | None, str], str]) -
     found = known.get((route.exchange, key))
     if found is not None:
         return found
-    reached = [queue for queue in app.amqp.queues.values() if route.reaches(queue)]
-    if not reached:
+    reached = _queue_reached(app, route, {})
+    if reached is None:
         return key
-    exact = (queue for queue in reached if key in [bound for _, bound in bindings_of(queue)])
-    name = known[route.exchange, key] = str(next(exact, reached[0]).name)
-    return name
+    known[route.exchange, key] = reached
+    return reached
 
 
-def queue_of_send(
-    task: Any, args: Any, kwargs: Any, call_options: Mapping[str, Any] | None = None
-) -> str:
-    """Return the name of the queue that a send of these arguments goes to.
+def _queue_reached(app: Any, route: Route, headers: Mapping[str, Any]) -> str | None:
+    """Return the first declared queue that a message to here comes into, None if there is none.
 
-    call_options: Celery's options of the send; None: the task's own routing.
+    One that is bound by this very key goes before those whose topic fits.
     """
-    options = {**task._get_exec_options(), **(call_options or {})}
-    if not options.get("routing_key") or options.get("queue"):
-        options = task.app.amqp.router.route(options, task.name, args, kwargs, task)
-        if options.get("queue") is not None:
-            return str(getattr(options["queue"], "name", options["queue"]))
-    return queue_of(task.app, Route.of(options), {})
+    reached = [queue for queue in app.amqp.queues.values() if route.reaches(queue, headers)]
+    if not reached:
+        return None
+    key = route.routing_key
+    exact = (queue for queue in reached if key in [bound for _, bound, _ in bindings_of(queue)])
+    return str(next(exact, reached[0]).name)
+
+
+class OneRoute:
+    """Gives a send the route that was found for it. Celery asks this instead of its own router.
+
+    found: the options that the route has set or changed.
+    """
+
+    def __init__(self, found: Mapping[str, Any]) -> None:
+        self.found = found
+
+    def route(self, options: Mapping[str, Any], *_: Any, **__: Any) -> dict[str, Any]:
+        """Return the options of the send with its route; what was added to headers stays."""
+        routed = {**options, **self.found}
+        if self.found.get("headers") and options.get("headers"):
+            routed["headers"] = {**self.found["headers"], **options["headers"]}
+        return routed
+
+
+def route_send(
+    task: Any, args: Any, kwargs: Any, options: Mapping[str, Any], bound: Collection[str]
+) -> tuple[str | None, OneRoute]:
+    """Find the route of a send; return its queue, None if unknown, and the route to send it by.
+
+    A router of the user's own may count its calls, so that it is asked once for each send.
+    options: as of `send_task`, which takes those in `bound` for itself.
+    """
+    router = options.get("router") or task.app.amqp.router
+    name = options.get("route_name") or task.name
+    asked = {one: value for one, value in options.items() if one not in bound}
+    routed = router.route(dict(asked), name, args, kwargs, task)
+    found = {one: value for one, value in routed.items() if value is not asked.get(one)}
+    return _queue_to(task, routed), OneRoute(found)
+
+
+def queue_asked(task: Any, args: Any = (), kwargs: Any = None) -> str | None:
+    """Return the queue to which a task is routed, without a send; None if it is unknown.
+
+    A function that routes may count its calls, or choose at random, so that none is called.
+    """
+    options, router = _routing_of(task), task.app.amqp.router
+    if all(type(one) is _MapRoute for one in getattr(router, "routes", [router]) or ()):
+        return _queue_to(task, router.route(options, task.name, args, kwargs or {}, task))
+    return _queue_to(task, options) if options.get("queue") else None
+
+
+def queue_of_call(task: Any, args: Any, kwargs: Any) -> str:
+    """Return the queue to which a call would be sent that runs here instead; "" if unknown."""
+    return route_send(task, args, kwargs, _routing_of(task), ())[0] or ""
+
+
+def _queue_to(task: Any, options: Mapping[str, Any]) -> str | None:
+    """Return the queue that the options of a send lead to, None if the broker alone knows it.
+
+    Source: celery.app.amqp: `send_task_message`, of a queue's exchange and routing key.
+    """
+    queue, route = options.get("queue"), Route.of(options)
+    if queue is not None and not (route.exchange and route.routing_key):
+        name = str(getattr(queue, "name", queue))
+        declared = queue if hasattr(queue, "exchange") else task.app.amqp.queues.get(name)
+        exchange = getattr(declared, "exchange", None)
+        kind = options.get("exchange_type") or getattr(exchange, "type", "direct")
+        if kind == "direct" or (not route.exchange and kind == "fanout"):
+            return name
+        if not route.exchange and exchange is not None:
+            own_key = str(getattr(declared, "routing_key", ""))
+            if kind == "topic" and route.routing_key in ("", own_key):
+                return name
+            route = Route(str(exchange.name), route.routing_key or own_key)
+    if route.exchange == "":
+        return route.routing_key
+    headers = {"task": task.name, **(options.get("headers") or {})}
+    return _queue_reached(task.app, route, headers)
+
+
+def _routing_of(task: Any) -> dict[str, Any]:
+    """Return what a task says of its sends, which a router may look at."""
+    own = getattr(task, "_get_exec_options", None)
+    if own is not None:
+        return dict(own())
+    return {name: getattr(task, name, None) for name in ("queue", "exchange", "routing_key")}
 
 
 def has_quorum_queues(app: Any) -> bool:
     """Return whether Celery lets the broker, a RabbitMQ, keep delayed messages."""
     driver = driver_of(app)
-    return driver == "amqp" and bool(detect_quorum_queues(app, driver)[0])
+    return driver == "amqp" and bool(_CAN_DELAY and _detect_quorum_queues(app, driver)[0])
 
 
 def driver_of(app: Any) -> str:
@@ -162,7 +279,7 @@ def _bindings_of_delay(app: Any, route: Route) -> list[tuple[Queue, Exchange, st
         (queue, exchange, key)
         for queue in app.amqp.queues.values()
         if not isinstance(queue, Broadcast) and route.queue in (None, queue.name)
-        for exchange, key in list(bindings_of(queue))[: 1 if queue.exchange else None]
+        for exchange, key, _ in list(bindings_of(queue))[: 1 if queue.exchange else None]
         if exchange.type != "direct"
         and route.exchange in (None, exchange.name)
         and route.has_topic(key)
@@ -192,7 +309,7 @@ def has_way_back(app: Any, route: Route) -> bool:
     is_fanned_out = any(
         exchange.type == "fanout" and exchange.name == route.exchange
         for queue in app.amqp.queues.values()
-        for exchange, _ in bindings_of(queue)
+        for exchange, _, _ in bindings_of(queue)
     )
     return not is_fanned_out or (route.queue is not None and driver_of(app) == "amqp")
 
@@ -207,8 +324,8 @@ def delay_options(route: Route, countdown: float) -> dict[str, Any]:
 
     countdown: s, as of `whole_seconds`. Source: celery.app.base: Celery.send_task.
     """
-    kept = calculate_routing_key(int(countdown), route.routing_key)
-    first = Exchange(level_name(MAX_LEVEL), type="topic")
+    kept = _calculate_routing_key(int(countdown), route.routing_key)
+    first = Exchange(_level_name(_MAX_LEVEL), type="topic")
     return {"exchange": first, "routing_key": kept, "exchange_type": "topic", "declare": []}
 
 

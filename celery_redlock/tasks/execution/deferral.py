@@ -114,6 +114,7 @@ def decide(refusal: Refusal, countdown_cap: float, uniform: Uniform) -> Decision
         since=before.since or refusal.at,
         at=refusal.at,
         countdown=countdown,
+        had_waited=waited,
         resource=error.resource,
         resources=refusal.resources,
         holder="" if taken is None else taken.holder,

@@ -29,7 +29,7 @@ from celery_redlock.lock.model.keys import completion_key, name_of_rate
 from celery_redlock.lock.model.options import CompletionMarker
 from celery_redlock.lock.server.requests import MARKER
 from celery_redlock.lock.transport.command import read_number
-from celery_redlock.tasks.declaration import config_of
+from celery_redlock.tasks.declaration import config_of, dumped
 from celery_redlock.tasks.delivery.delivery import (
     CLOCKS_DIFFER,
     Deferral,
@@ -87,7 +87,7 @@ def end_refused(delivery: Delivery, refusal: Refusal) -> None:
     """
     # one that has expired by now, in its slot, is not republished: another delivery may have been
     # revoked for that, and DEFERRED would be stored over its final state
-    cancelled = delivery.cancelled or ("expired" if delivery.expires_in < 0 else None)
+    cancelled = delivery.cancelled
     error = refusal.error
     is_taken = isinstance(error, LockTaken)
     may_wait = is_taken or refusal.options.on_unreachable == "defer" or cancelled is not None
@@ -96,7 +96,7 @@ def end_refused(delivery: Delivery, refusal: Refusal) -> None:
     if may_wait and is_own and delivery.can_republish:
         wait_for_first_delivery(delivery, error)
     if cancelled is not None:
-        end_cancelled(delivery, cancelled)
+        end_if_cancelled(delivery)
     decision = decide(refusal, settings_of(delivery.task.app).countdown_cap, random.uniform)
     _end_if_completed_meanwhile(delivery, refusal)
     if decision == "run":
@@ -180,7 +180,8 @@ def report(
     extra = delivery.log_extra("run_deferred", **info)
     text = "Task %s deferred: %s%s; it %s"
     logger.info(text, delivery, what, deferral.why, waits, extra=extra)
-    reporter.deferred(info, deferral.why)
+    is_stored = settings_of(delivery.task.app).store_deferred
+    reporter.deferred(info, deferral.why, is_stored=is_stored)
     return delivery.header.deferred(delivery.request, deferral)
 
 
@@ -254,12 +255,15 @@ def discard_if_ended(delivery: Delivery) -> None:
         discard_redelivery(delivery)
 
 
-def end_cancelled(delivery: Delivery, reason: str) -> NoReturn:
-    """Store REVOKED for an "expired" or "revoked" message that was left to the run."""
+def end_if_cancelled(delivery: Delivery) -> None:
+    """Store REVOKED for a message that is revoked, or has expired, once a run has it."""
+    reason = delivery.cancelled
+    if reason is None:
+        return
     discard_if_ended(delivery)
     extra = delivery.log_extra("run_cancelled", reason=reason)
     logger.info("%s is not run: %s", delivery, reason, extra=extra)
-    delivery.reporter.revoked(reason)
+    delivery.reporter.revoked(reason, was_deferred=delivery.was_deferred)
     raise Ignore(reason)
 
 
@@ -334,16 +338,19 @@ def put_back_if_early(delivery: Delivery, wait_in_slot: float) -> None:
     Raises Ignore, and SupersededError if a later send has replaced it.
     """
     app, header = delivery.task.app, delivery.header
-    deferral, due = header.deferral, header.deferral.at + header.deferral.countdown
+    deferral = header.deferral
     if not deferral.at or deferral.since or header.waits or not delivery.can_republish:
         return
     clock.sleep(wait_in_slot)
-    left = due - time_of_nodes(app)
+    now = time_of_nodes(app)
+    left = deferral.left(now)
     if left <= CLOCKS_DIFFER:
         return
     _raise_if_superseded(delivery)
     countdown = whole_seconds(hop_of(left, settings_of(app).countdown_cap))
-    republish(delivery, header, countdown)
+    # counted from now on: a clock that was set back would have it go round until that time is over
+    waits = replace(deferral, at=now, countdown=left)
+    republish(delivery, replace(header, deferral=waits), countdown)
     delivery.request.__dict__[CONTINUES] = True
     extra = delivery.log_extra("run_not_due", due_in=left)
     logger.debug("%s is due in %.2f s, and was published again", delivery, left, extra=extra)
@@ -425,7 +432,8 @@ def _known_refusal(room: WaitingRoom, delivery: Delivery, request: Any) -> Refus
         return None
     if callable(options.key) or callable(options.limit):  # never called in the event loop
         return None
-    call = TaskCall(delivery.task, tuple(request.args), dict(request.kwargs), queue)
+    arguments = dumped(delivery.task, tuple(request.args), dict(request.kwargs))
+    call = TaskCall(delivery.task, *arguments, queue)
     resources = config.resources(options, call)
     ordered, limits, rates = config.keys(options, call, resources)
     asked = [QueueKey.of(one, (limits or {}).get(one, 1), "") for one in ordered]

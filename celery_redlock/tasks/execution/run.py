@@ -28,15 +28,16 @@ from celery_redlock.lock.lock import Lock, begin_body, loss_of, release_all
 from celery_redlock.lock.model.keys import in_order
 from celery_redlock.lock.model.options import CompletionMarker, LockOptions
 from celery_redlock.lock.platform.threads import uninterruptible
+from celery_redlock.tasks.arguments import Arrivals
 from celery_redlock.tasks.body import MonitoredBody
 from celery_redlock.tasks.children.reaper import is_end_announced, this_process
-from celery_redlock.tasks.declaration import check_finished, config_of, refuse_aio_pool
+from celery_redlock.tasks.declaration import check_finished, config_of, dumped, refuse_aio_pool
 from celery_redlock.tasks.delivery.delivery import HEADER, Delivery
 from celery_redlock.tasks.delivery.republish import NotRepublishedError
-from celery_redlock.tasks.delivery.route import queue_of_send
+from celery_redlock.tasks.delivery.route import queue_of_call
 from celery_redlock.tasks.execution import outcomes
 from celery_redlock.tasks.execution.deferral import Refusal
-from celery_redlock.tasks.per_app import redlock_of, time_of_nodes
+from celery_redlock.tasks.per_app import redlock_as_set, redlock_of, time_of_nodes
 from celery_redlock.tasks.settings.options import TaskLockOptions
 from celery_redlock.tasks.settings.task_config import CallKeys, TaskCall
 from celery_redlock.tasks.unique.claim import ClaimToken, end_claim
@@ -56,15 +57,15 @@ class LockedRun:
 
     lock: what it holds, unset before it asks for it. no_limit: what the limits or rates of
     a redelivery have raised. unlocked: it runs without a lock, as on_unreachable="run" says.
-    outcome_stored: set once a hook of the user's is called, and so after Celery has stored the
-    outcome.
+    body_began, outcome_stored: set just before the body, and before a hook of the user's.
     """
 
     __slots__ = (
-        "args", "call", "delivery", "done_ttl", "is_reported", "keys", "kwargs", "lock", "no_limit",
-        "options", "outcome_stored", "token", "unlocked",
+        "args", "arrivals", "body_began", "call", "delivery", "done_ttl", "is_reported", "keys",
+        "kwargs", "lock", "no_limit", "options", "outcome_stored", "token", "unlocked",
     )  # fmt: skip
 
+    arrivals: Arrivals | None
     call: TaskCall
     done_ttl: float
     keys: CallKeys
@@ -77,6 +78,7 @@ class LockedRun:
         unique = delivery.header.unique
         self.token = None if unique is None else ClaimToken.of(unique)
         self.unlocked, self.outcome_stored, self.no_limit = False, False, None
+        self.body_began = False
         self.is_reported = False  # STARTED is stored and sent, or need not be
         outer = sys.exc_info()[1]
         if outer is not None:  # Celery closes a lost connection, and its solo pool runs this there
@@ -95,29 +97,31 @@ class LockedRun:
                 "%s is for another queue", delivery, extra=delivery.log_extra("copy_astray")
             )
             raise Ignore("for another queue")
+        if not (delivery.acks_late and delivery.may_have_run_elsewhere):
+            outcomes.end_if_cancelled(delivery)
         self._resolve_options()
-        cancelled = delivery.cancelled
         if self.keys.resources:
+            if self.arrivals is not None and not callable(self.options.key):
+                body = self.arrivals.around(body, self)
             if "celery_aio_pool.pool" in sys.modules:
                 refuse_aio_pool(delivery.task)
             self._acquire_or_end()
-        if cancelled is not None:  # no other delivery ran it, as the lock has shown
-            outcomes.end_cancelled(delivery, cancelled)
+        outcomes.end_if_cancelled(self.delivery)  # no other one ran it, as the lock has shown
         return self._run_body(body) if self.keys.resources else body(*self.args, **self.kwargs)
 
     def _resolve_options(self) -> None:
         delivery, task = self.delivery, self.delivery.task
         config, carried = config_of(task), delivery.header.options
-        self.done_ttl = config.app.done_ttl
+        self.done_ttl, self.arrivals = config.app.done_ttl, config.arrivals
         if delivery.request.is_eager:
-            queue = queue_of_send(task, self.args, self.kwargs)
+            queue = queue_of_call(task, self.args, self.kwargs)
         else:
             queue = delivery.queue(config.queues)
         heeded = config.heeded(carried) if carried else {}
         self.options = config.options_for(queue, heeded)
         if carried:
             log_call_options(delivery, heeded, config.overridden(queue, self.options))
-        self.call = TaskCall(task, self.args, self.kwargs, queue)
+        self.call = TaskCall(task, *dumped(task, self.args, self.kwargs), queue)
         resources = config.resources(self.options, self.call)
         try:
             self.keys = config.keys(self.options, self.call, resources)
@@ -248,28 +252,22 @@ class LockedRun:
             self.token.release_at_start(redlock_of(self.delivery.task.app).session)
 
     def _run_body(self, body: Body) -> Any:
-        """Run the body, and release the lock if the message is acknowledged before the run."""
-        delivery, completed = self.delivery, False
-        try:
-            self._report_started()
-            # no further publication of the message is to run
-            completed = delivery.may_have_run_elsewhere
-            if self.unlocked:
-                return body(*self.args, **self.kwargs)
-            return self._run_monitored(body)
-        finally:
-            if not delivery.acks_late:
-                self.release(completed=completed)
+        """Run the body. `release_after_run` releases, so hooks are called under the lock."""
+        self._report_started()
+        self.body_began = True
+        if self.unlocked:
+            return body(*self.args, **self.kwargs)
+        return self._run_monitored(body)
 
     def _report_started(self) -> None:
         """Store and send STARTED once, if a state before it is stored or it is asked for."""
         if self.is_reported:
             return
         self.is_reported = True
-        delivery, was_deferred = self.delivery, self.delivery.header.deferral.count > 0
+        delivery, was_deferred = self.delivery, self.delivery.was_deferred
         # taken over from `track_started` by `LockedTask.on_bound`
         tracks = getattr(delivery.task, "_redlock_track_started", False)
-        if tracks or was_deferred or delivery.is_redelivered:
+        if tracks or was_deferred:
             delivery.reporter.started(was_deferred=was_deferred)
 
     def _run_monitored(self, body: Body) -> Any:
@@ -380,7 +378,7 @@ def lock_of(
         fencing=options.fencing,
         marker=marker,
     )
-    return Lock(redlock_of(task.app), lock_options)
+    return Lock(redlock_as_set(task.app), lock_options)
 
 
 def is_completed(state: str | None, outcome: object) -> bool:
@@ -399,7 +397,7 @@ def is_completed(state: str | None, outcome: object) -> bool:
 
 @uninterruptible
 def release_after_run(sender: Any = None, retval: Any = None, state: Any = None, **_: Any) -> None:
-    """Release after the result, links and retry are stored or published: late acknowledgement.
+    """Release after the result, links and retry are stored or published, and hooks are called.
 
     Source: celery.app.trace sends task_postrun in a finally, on every way out of a run that the
     child itself can see. An exception that passes there is one of the result backend or of a link,
@@ -443,4 +441,6 @@ def end_run(task: Any, retval: Any, state: str | None, error: BaseException | No
     if (completed or is_gone) and not goes_on and delivery.header.unique is not None:
         end_claim(task.app, delivery.header)
     if run is not None:
+        if run.body_began and not delivery.acks_late:
+            completed = delivery.may_have_run_elsewhere  # no other publication of it is to run
         run.release(completed=completed)

@@ -60,6 +60,11 @@ TAKEN_OUT = "max_deferrals"  # an option that was taken out, and what to take in
 INSTEAD = "max_wait ends a wait by its time, and a callable on_conflict by the number of deferrals"
 
 
+def leave_out(task_name: str) -> str:
+    """Return how a glob in `redlock_tasks` leaves a task out, as a sentence of an error."""
+    return f"To leave it out, set {{{task_name!r}: {{'key': False}}}} first"
+
+
 def did_you_mean(name: object, known: Iterable[str]) -> str:
     """Return "; did you mean ...?" for a name close to a known one, else all known names."""
     if str(name).lower().endswith(TAKEN_OUT):
@@ -85,8 +90,8 @@ class AppSettings:
     nodes: empty if no setting names one. options: for all tasks; queues, tasks: options by name or
     glob. countdown_cap: the longest delay of a deferral. metrics: host and port at which a worker
     serves them. call_options: those that a message may carry, None for all. nodes_from: the setting
-    that names the nodes, as "broker_url". beat_scheduler: what celery_redlock.beat wraps; None
-    for the one that Celery would take.
+    that names the nodes, as "broker_url". store_deferred: DEFERRED goes into the result backend.
+    beat_scheduler: what celery_redlock.beat wraps; None for the one that Celery would take.
     """
 
     nodes: tuple[Any, ...] = field(repr=False)  # URLs may hold passwords
@@ -103,6 +108,7 @@ class AppSettings:
     metrics: tuple[str, int] | None = None
     call_options: frozenset[str] | None = None
     nodes_from: str = "redlock_nodes"
+    store_deferred: bool = True
     beat_scheduler: Any = None
 
     @property
@@ -134,6 +140,13 @@ def is_glob(pattern: str) -> bool:
 def seconds_or_none(level: str, name: str, value: Any) -> float | None:
     """Check an option or setting that is a time above 0, or None."""
     return None if value is None else check_seconds(level, name, value)
+
+
+def true_or_false(level: str, name: str, value: Any) -> bool:
+    """Check an option or setting that is True or False."""
+    if not isinstance(value, bool):
+        raise OptionSource(level, name).wrong(value, "must be True or False")
+    return value
 
 
 def _listen_address(level: str, name: str, value: Any) -> tuple[str, int] | None:
@@ -174,6 +187,7 @@ APP_SETTING: Mapping[str, Setting] = {
     "done_ttl": Setting(seconds_or_none, None),
     "metrics": Setting(_listen_address, None),
     "call_options": Setting(_in_conf, None),
+    "store_deferred": Setting(true_or_false, True),
     "beat_scheduler": Setting(_scheduler, None),
     "queues": Setting(_in_conf, None),
     "tasks": Setting(_in_conf, None),

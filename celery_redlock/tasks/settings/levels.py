@@ -42,9 +42,23 @@ LONGEST_DONE_TTL = 600.0  # seconds, by default: each completion marker takes me
 VISIBILITY_TIMEOUTS = {"redis": 3600.0, "rediss": 3600.0, "sentinel": 3600.0, "sqs": 1800.0}
 AMQP = ("", "amqp", "amqps", "pyamqp", "librabbitmq")  # schemes; "": Celery's default
 OTHER_BROKERS = 3600.0  # seconds: taken for a broker without a visibility timeout
+# What Celery takes from beside the URL of the broker, and of a result backend; and how a URL of
+# `redlock_nodes` says the same.
+_BESIDE_A_URL = (
+    {"broker_use_ssl": "rediss://"},
+    {
+        "redis_backend_use_ssl": "rediss://", "redis_username": "@", "redis_password": "@",
+        "redis_backend_credential_provider": "credential_provider=",
+    },
+)  # fmt: skip
+_LOGINS = {  # what a URL with a login of its own has, and how it looks
+    "@": "redis://user:password@",
+    "credential_provider=": "?credential_provider=module.Class",
+}
 # settings whose checked value is the field of the same name
 _TAKEN_OVER = (
     *("prefix", "node_timeout", "clock_drift", "max_ttl", "restart_guard", "metrics"),
+    "store_deferred",
     "beat_scheduler",
 )
 
@@ -249,11 +263,15 @@ def find_nodes(conf: Mapping[str, Any]) -> tuple[Any, str]:
         url = one_redis(_url(conf, name))
         if url is None:
             continue
-        if conf.get("broker_use_ssl"):
-            hint = "broker_use_ssl is set, which nodes do not take over: name them with rediss://"
-            raise SettingsError("app", "redlock_nodes", "None", hint)
         # Celery sets broker_write_url to broker_url by default
-        return [url], "broker_url" if url == broker_redis else name
+        found_in = "broker_url" if url == broker_redis else name
+        for setting, instead in _BESIDE_A_URL[found_in == "result_backend"].items():
+            is_in_url = instead in _LOGINS and instead in url
+            if conf.get(setting) and not is_in_url:  # the URL's own goes first
+                form = _LOGINS.get(instead, instead)
+                hint = f"{setting} is set, which nodes do not take over: name them with {form}"
+                raise SettingsError("app", "redlock_nodes", "None", hint)
+        return [url], found_in
     hint = (
         "neither the broker nor the result backend is one Redis: name the lock's own nodes, "
         'as redlock_nodes = ["redis://a", "redis://b", "redis://c"] or ["postgresql://a/db"]'

@@ -21,7 +21,13 @@ from celery_redlock.lock.validation import (
     check_wait,
     is_number,
 )
-from celery_redlock.tasks.settings.app import DEFAULT_TTL, OptionSource, Setting, seconds_or_none
+from celery_redlock.tasks.settings.app import (
+    DEFAULT_TTL,
+    OptionSource,
+    Setting,
+    seconds_or_none,
+    true_or_false,
+)
 from celery_redlock.tasks.settings.templates import check_args, check_key
 
 UNIQUE_BY = ("unique_for", "debounce")  # a send is claimed if one of these options is set
@@ -171,12 +177,6 @@ def _on_duplicate(level: str, name: str, value: Any) -> Any:
     return _one_of("existing", "fail")(level, name, value)
 
 
-def _bool(level: str, name: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise OptionSource(level, name).wrong(value, "must be True or False")
-    return value
-
-
 def _limit(level: str, name: str, value: Any) -> Any:
     return value if callable(value) else check_limit(level, name, value)
 
@@ -207,7 +207,7 @@ OPTION: Mapping[str, Setting] = {
     "key": Setting(check_key, None),
     "args": Setting(check_args, None),
     "ttl": Setting(check_seconds, DEFAULT_TTL),  # `check_options` compares it with the app's times
-    "renew": Setting(_bool, True),
+    "renew": Setting(true_or_false, True),
     "max_hold": Setting(seconds_or_none, None),
     "wait": Setting(partial(check_wait, most=LONGEST_WAIT), 0.0),
     "on_conflict": Setting(_one_of("defer", "skip", "fail", or_callable=True), "defer"),
@@ -218,7 +218,7 @@ OPTION: Mapping[str, Setting] = {
     "on_unreachable": Setting(_one_of("defer", "fail", "run"), "defer"),
     "limit": Setting(_limit, 1),
     "rate": Setting(_rate, None),
-    "fencing": Setting(_bool, False),
+    "fencing": Setting(true_or_false, False),
     "unique_for": Setting(seconds_or_none, None),
     "unique_until": Setting(_one_of("started", "finished", "expired"), "finished"),
     "on_duplicate": Setting(_on_duplicate, "existing"),

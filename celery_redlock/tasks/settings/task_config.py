@@ -18,16 +18,18 @@ from typing import Any, NamedTuple
 
 from celery.exceptions import SoftTimeLimitExceeded
 
-from celery_redlock.errors import ArgumentsError, SettingsError
+from celery_redlock.errors import SettingsError
 from celery_redlock.lock.model.keys import in_order
 from celery_redlock.lock.model.rate import Rate
 from celery_redlock.lock.validation import MOST_BYTES, check_permits, check_rates, is_too_long
+from celery_redlock.tasks.arguments import Arrivals, Parameters, misfit
 from celery_redlock.tasks.settings import templates
 from celery_redlock.tasks.settings.app import (
     AppSettings,
     OptionSource,
     SourceOf,
     did_you_mean,
+    leave_out,
     pattern_for,
 )
 from celery_redlock.tasks.settings.levels import (
@@ -81,7 +83,7 @@ class CallKeys(NamedTuple):
 class TaskLockConfig:
     """The configuration of one task's lock, checked when it is made.
 
-    options: of the task itself, checked. signature: of its function, without self. source: from an
+    options: of the task itself, checked. parameters: of its function. source: from an
     option's name to its source at the task's own level. queues: a cache for callers, from exchange
     and routing key to the queue's name.
     """
@@ -89,7 +91,7 @@ class TaskLockConfig:
     task_name: str
     app: AppSettings
     options: Mapping[str, Any]
-    signature: inspect.Signature
+    parameters: Parameters
     source: SourceOf
     queues: dict[tuple[str | None, str], str] = field(
         default_factory=dict, compare=False, repr=False
@@ -111,6 +113,16 @@ class TaskLockConfig:
             if options.get("key") is False and value is not None:
                 hint = f"{use} the lock's key, and key=False makes none: name a key"
                 raise self.source(name).wrong(value, hint)
+
+    @property
+    def signature(self) -> inspect.Signature:
+        """What a call must have, without `self` and what decorators take out."""
+        return self.parameters.signature
+
+    @functools.cached_property
+    def arrivals(self) -> Arrivals | None:
+        """Compares where arguments arrive; None if nothing stands before the function."""
+        return Arrivals.of(self.task_name, self.parameters)
 
     @functools.cached_property
     def may_be_unique(self) -> bool:
@@ -225,8 +237,7 @@ class TaskLockConfig:
             if name not in known:
                 has = f"has no argument {name!r}{did_you_mean(name, known)}"
                 hint = f"{self.task_name} {has if known else 'takes no arguments'}"
-                if "*" in source.name:  # a glob in `redlock_tasks`
-                    hint += f". To leave it out, set {{{self.task_name!r}: {{'key': False}}}} first"
+                hint += f". {leave_out(self.task_name)}" if "*" in source.name else ""  # a glob
                 raise source.wrong(list(value) if isinstance(value, tuple) else value, hint)
 
     def _check_defaults(self, key: Any, names: tuple[str, ...]) -> None:
@@ -263,12 +274,14 @@ class TaskLockConfig:
             return ()
         if callable(key):
             return self._called(options, call)
-        binder = self._binder
+        binder, args, kwargs = self._binder, call.args, call.kwargs
+        if self.parameters.taken:
+            args, kwargs = self.parameters.passed_on(args, kwargs)
         try:
-            arguments = binder(*call.args, **call.kwargs)
+            arguments = binder(*args, **kwargs)
         except TypeError as error:  # not retried: Celery publishes no retry that does not fit
             why = str(error).removeprefix(f"{binder.__qualname__}() ")
-            raise self._misfit(why, call.args, call.kwargs) from None
+            raise misfit(self.task_name, self.parameters, why, call) from None
         if key is not None:
             return tuple(self._filled(one, arguments, call.queue) for one in templates_of(key))
         return (f"{self.task_name}:{self._chosen(options.args, arguments, call.queue)}",)
@@ -392,19 +405,6 @@ class TaskLockConfig:
         binder.__defaults__ = tuple(p.default for p in given if p.kind is not p.KEYWORD_ONLY)
         return binder  # type: ignore[no-any-return]
 
-    def _misfit(self, why: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ArgumentsError:
-        """Return the error for arguments that do not fit the function; it shows none of them."""
-        bare = [p.replace(annotation=p.empty) for p in self.signature.parameters.values()]
-        named = f", {', '.join(sorted(map(str, kwargs)))} by name" if kwargs else ""
-        hint = (
-            f"do not fit {self.task_name}{inspect.Signature(bare)}: {why}. A send with "
-            "lock_unique_for, and lock_for, need all arguments of a run. If the message was sent "
-            "for another version of the task, let a worker of that version run it, or give a new "
-            "argument a default, and keep an old one while messages have it"
-        )
-        level = f"task {self.task_name!r}"
-        return ArgumentsError(level, "arguments", f"({len(args)} by position{named})", hint)
-
 
 def _fields_of(key: Any) -> list[templates.Field]:
     parts = map(templates.compiled, templates_of(key))
@@ -423,7 +423,7 @@ def _asked(option: Callable[..., Any], source: OptionSource, call: TaskCall) -> 
 
 
 def compile_config(
-    app: AppSettings, task_name: str, attributes: Mapping[str, Any], signature: inspect.Signature
+    app: AppSettings, task_name: str, attributes: Mapping[str, Any], parameters: Parameters
 ) -> TaskLockConfig:
     """Return the configuration of a task. attributes: its `lock_*`, functions unbound."""
     options = {}
@@ -436,15 +436,15 @@ def compile_config(
             raise SettingsError(f"task {task_name!r}", written, repr(value), hint)
     source = partial(OptionSource.at, "task", of=task_name)
     options = check_options(options, app, source, travels=False)
-    return TaskLockConfig(task_name, app, options, signature, source)
+    return TaskLockConfig(task_name, app, options, parameters, source)
 
 
 def compile_adopted_config(
-    app: AppSettings, task_name: str, pattern: str, signature: inspect.Signature
+    app: AppSettings, task_name: str, pattern: str, parameters: Parameters
 ) -> TaskLockConfig:
     """Return the configuration of a task that `redlock_tasks` locks, by the entry that applies."""
     if pattern not in app.tasks:
         hint = "came after the settings had been read: set it before the app finalizes"
         raise OptionSource.at("app", f"tasks[{pattern!r}]").wrong("...", hint)
     source = partial(OptionSource.at, "tasks", of=pattern)
-    return TaskLockConfig(task_name, app, app.tasks[pattern], signature, source)
+    return TaskLockConfig(task_name, app, app.tasks[pattern], parameters, source)

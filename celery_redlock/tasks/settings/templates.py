@@ -39,6 +39,10 @@ _CONVERSIONS: Mapping[str | None, Callable[[Any], str] | None] = {
 }
 # A width or a precision of a format: a few bytes of a message would become a text of gigabytes.
 _WIDE = re.compile(r"\d{4}")
+_BY_A_CALLABLE = (  # for an error, also of an entry in `redlock_tasks`
+    "a template reads no attributes of an object. Use a callable key, as "
+    'lambda task, args, kwargs: f"event:{args[0].id}"'
+)
 _WIDEST_DECIMAL = 1000  # digits; Decimal("1e999999999") is short until a format writes its zeros
 
 
@@ -203,7 +207,7 @@ def formattable(value: Any) -> Any:
         return _CanonicalText(canonical(value))
     kind: Any = type(value)
     if kind.__str__ is object.__str__ and kind.__format__ is object.__format__:
-        raise TypeError(f"a {kind.__name__} is not a plain value and has no text of its own")
+        raise TypeError(f"{_not_plain(value)} and has no text of its own; {_BY_A_CALLABLE}")
     return value
 
 
@@ -227,7 +231,7 @@ def unstable(task: str, what: str, value: Any, error: TypeError) -> SettingsErro
     """Return the error for a value that would make another key each time. what: its name."""
     hint = (
         f"has no stable form ({error}): name the arguments that make the key, as "
-        'lock_args=["id"] or lock_key="thing:{id}"'
+        'lock_args=["id"] or lock_key="thing:{id}", or set the key to False to take no lock'
     )
     return SettingsError(f"task {task!r}", what, f"a {type(value).__name__}", hint)
 
@@ -248,7 +252,11 @@ def canonical(value: Any) -> str:
     if isinstance(value, Mapping):
         pairs = sorted(f"{canonical(json_key(k))}: {canonical(v)}" for k, v in value.items())
         return f"{{{', '.join(pairs)}}}"
-    raise TypeError(f"a {type(value).__name__} is not a plain value")
+    raise TypeError(f"{_not_plain(value)}; {_BY_A_CALLABLE}")
+
+
+def _not_plain(value: Any) -> str:
+    return f"a {type(value).__name__} is not a plain value"
 
 
 def reduced(value: Any) -> Any:

@@ -151,7 +151,7 @@ class Claim:
             if self._debounce is None:
                 self.give_up()
                 return earlier
-            if self._ask(earlier.token).reached:
+            if self._ask(earlier.token, earlier.age).reached:
                 replaced = earlier
         if first.reached or replaced is not None:
             self.carried = self._message_token(replaced)
@@ -174,13 +174,17 @@ class Claim:
         ends_at = clock.wall_us() / 1e6 + self._opened_at + self.lasts - clock.now()
         return ClaimToken(self.name, self._token, self._options.unique_until, ends_at)
 
-    def _ask(self, expected: str) -> ClaimRound:
-        """Set this send on every node whose value begins with `expected`; "": that has none."""
+    def _ask(self, expected: str, age: float = 0.0) -> ClaimRound:
+        """Set this send on every node whose value begins with `expected`; "": that has none.
+
+        age: seconds, of the burst that it joins. So a node that missed calls of it learns that.
+        """
         session = self._session
         asks_age = self._options.debounce_max is not None and not expected
         round_, sent = ClaimRound(session.nodes, asks_age=asks_age), session.clock.now()
         self._rounds.append(round_)
-        terms = [str(max(1, int(one * 1000))) for one in (self.lasts, self._sending_ttl)]
+        joined = (age,) if expected else ()
+        terms = [str(max(1, int(one * 1000))) for one in (self.lasts, self._sending_ttl, *joined)]
         value = self._value(SENDING)
         command = change(session, self.name, expected, value, *terms, handler=round_)
         session.nodes.broadcast(command, sent)

@@ -5,23 +5,26 @@ Not here: how a unique send claims its key (`claim.py`).
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from datetime import datetime
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
+from uuid import uuid4
 
-from celery.utils import uuid
-from celery.utils.time import maybe_iso8601, maybe_make_aware
+from celery import current_task
+from celery._state import _get_active_apps
 
 from celery_redlock.errors import DuplicateTask, SettingsError
 from celery_redlock.label import RunId
 from celery_redlock.lock.model.keys import name_of_all
 from celery_redlock.lock.validation import check_resources, check_text
-from celery_redlock.tasks.delivery.delivery import HEADER, hop_of, utc_now
-from celery_redlock.tasks.per_app import redlock_of, settings_of
-from celery_redlock.tasks.settings.app import OptionSource
+from celery_redlock.tasks.delivery.delivery import HEADER, hop_of, moment_of, utc_now
+from celery_redlock.tasks.per_app import redlock_as_set, settings_of
+from celery_redlock.tasks.settings.app import OptionSource, pattern_for
 from celery_redlock.tasks.settings.levels import (
     OTHER_BROKERS,
     check_options,
@@ -31,9 +34,12 @@ from celery_redlock.tasks.settings.levels import (
 from celery_redlock.tasks.settings.options import BUILT_IN, UNIQUE_BY, Backoff, TaskLockOptions
 from celery_redlock.tasks.unique.claim import Claim, ClaimToken
 from celery_redlock.tasks.unique.rounds import EarlierSend
+from celery_redlock_entry import without_proxy
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+_published: ContextVar[list[object] | None] = ContextVar("published", default=None)
+_looked_at: set[Any] = set()  # names of tasks that this process has sent
 AWAITED = ("task_id", "link", "link_error", "chord", "group_id")
 
 
@@ -61,6 +67,7 @@ def send_unique(
         "debounce_max": debounce_max,
         "on_unreachable": on_unreachable,
     }
+    app = without_proxy(app)
     settings, level = settings_of(app), "send_unique"
     given = check_options(given, settings, lambda option: OptionSource(level, option), travels=True)
     check_together(level, given)
@@ -74,7 +81,7 @@ def send_unique(
     if not lock_options.is_unique or is_awaited(options) or app.conf.task_always_eager:
         return publish(**options)
     check_debounced(app, name, options, lock_options.debounce)
-    options["task_id"] = uuid()
+    options["task_id"] = str(uuid4())
     return send_claimed(
         app, name, (resource,), lock_options, options, publish=publish, result_of=app.AsyncResult
     )
@@ -95,7 +102,7 @@ def send_claimed(
     debounce, cap = lock_options.debounce, settings_of(app).countdown_cap
     name, run_id = unique_name(task_name, resources), RunId(options["task_id"], task_name)
     late = max(OTHER_BROKERS, visibility_timeout(app.conf) or 0.0)
-    redlock = redlock_of(app)  # kept until the end: an app may leave its own meanwhile
+    redlock = redlock_as_set(app)  # kept until the end: an app may leave its own meanwhile
     unique_for = min(lock_options.unique_for or 0.0, left)
     claim = Claim(redlock.session, name, run_id, lock_options, unique_for, late)
 
@@ -106,15 +113,79 @@ def send_claimed(
             add_to_header(options, deferral=waits)
         if token is not None:
             add_to_header(options, unique=token.to_message())
-        return publish(**options)
+        with noting_published() as published:
+            result = publish(**options)
+        if options["task_id"] not in published:
+            raise _NotPublishedError(result)
+        return result
 
-    sent = claim.send(publish_with)
+    try:
+        sent = claim.send(publish_with)
+    except _NotPublishedError as unpublished:
+        warn_unchecked(task_name, "send_task returned before it was published", run_id.task_id)
+        return cast("T", unpublished.result)
     if not isinstance(sent, EarlierSend):
         return sent
+    _warn_of_own_duplicate(task_name, sent.task_id)
     if lock_options.on_duplicate == "fail":
         ends = sent.expires_in if math.isfinite(sent.expires_in) else None
         raise DuplicateTask(", ".join(resources), sent.task_id, ends)
     return _mark_duplicate(result_of(sent.task_id))
+
+
+class _NotPublishedError(Exception):
+    """A send returned without a message. result: what it returned."""
+
+    def __init__(self, result: object) -> None:
+        super().__init__(result)
+        self.result = result
+
+
+@contextlib.contextmanager
+def noting_published() -> Iterator[list[object]]:
+    """Give the ids of the messages that this thread or greenlet publishes meanwhile."""
+    published: list[object] = []
+    before = _published.set(published)
+    try:
+        yield published
+    finally:
+        _published.reset(before)
+
+
+def warn_unchecked(task_name: str, why: str, task_id: str = "") -> None:
+    """Log that a send is not deduplicated."""
+    sent = f"{task_name}[{task_id}]" if task_id else task_name
+    extra = {"event": "sent_without_check", "task": task_name}
+    logger.warning("sending %s without deduplication: %s", sent, why, extra=extra)
+
+
+def _warn_if_not_adopted(task_name: str) -> None:
+    """Log that a task is not deduplicated, as its app has not looked at `redlock_tasks` yet.
+
+    Only workers and Celery's commands finalize an app by themselves.
+    """
+    for app in list(_get_active_apps()):
+        if app.finalized or not app.configured or task_name not in app._tasks:
+            continue
+        entries = app.conf.get("redlock_tasks")
+        pattern = pattern_for(task_name, entries) if isinstance(entries, Mapping) else None
+        if pattern is None or not isinstance(entries[pattern], Mapping):
+            continue
+        own = {name: app.conf.get(f"redlock_{name}") for name in UNIQUE_BY} | entries[pattern]
+        if any(map(own.get, UNIQUE_BY)):
+            why = "redlock_tasks waits for app.finalize(): call it once at the start"
+            warn_unchecked(task_name, why)
+
+
+def _warn_of_own_duplicate(task_name: str, earlier: str) -> None:
+    """Log that a run's send is dropped as a duplicate of that very run."""
+    if current_task and current_task.request.id == earlier:
+        extra = {"event": "duplicate_of_own_run", "task": task_name}
+        logger.warning(
+            "%s[%s] sends itself from its own run, which is a duplicate of that run: set "
+            "unique_until='started'",
+            task_name, earlier, extra=extra,
+        )  # fmt: skip
 
 
 def _expiry(app: Any, task_name: str, options: Mapping[str, Any]) -> tuple[object, float]:
@@ -168,8 +239,7 @@ def _mark_duplicate(result: T) -> T:
 def seconds_until(app: Any, moment: float | str | datetime) -> float:
     """Return the seconds until a moment: a datetime, ISO 8601, or a number of seconds."""
     if isinstance(moment, (str, datetime)):
-        at: datetime = maybe_make_aware(maybe_iso8601(moment), app.timezone)
-        return (at - utc_now()).total_seconds()
+        return (moment_of(moment) - utc_now()).total_seconds()
     return float(moment)
 
 
@@ -223,6 +293,12 @@ def carry_options(
     that Celery does not know is a property by then, which AMQP brokers drop in silence. Celery
     swallows what is raised here, so a wrong option is refused by the run.
     """
+    if sender not in _looked_at:
+        _looked_at.add(sender)
+        _warn_if_not_adopted(sender)
+    published = _published.get()
+    if published is not None:
+        published.append(body.get("id") if isinstance(body, Mapping) else headers.get("id"))
     if properties and "lock" in properties:
         _put_options(sender, properties.pop("lock"), headers)
     args, embedded = (body[0], body[2]) if isinstance(body, tuple) else (body.get("args"), body)

@@ -56,7 +56,10 @@ class Dispatcher:
         self._consumer, self._loop, self._clock, self._times = consumer, loop, clock, times
         self._on_head, self._on_due = on_head, on_due
         self._apply_eta_task: Callable[[Any], object] = consumer.apply_eta_task
-        self._leave_bucket: Callable[[Any], object] = consumer._limit_move_to_pool
+        # without one of them, what waited here heeds no rate limit
+        self._leave_bucket: Any = getattr(consumer, "_limit_move_to_pool", None)
+        enter = getattr(consumer, "_limit_task", None)
+        self._enter_bucket: Any = enter if self._leave_bucket else None
         self.states = StoringThread(consumer.app, loop.call_soon)
         self.mutex = threading.RLock()
         self._eviction: Any = None  # the timer's entry, while one is due
@@ -169,7 +172,9 @@ class Dispatcher:
     def bucket_of(self, task_name: str) -> Any:
         """Return Celery's token bucket of a task with a rate limit, None without one."""
         consumer = self._consumer
-        return None if consumer.disable_rate_limits else consumer.task_buckets[task_name]
+        if consumer.disable_rate_limits or self._enter_bucket is None:
+            return None
+        return consumer.task_buckets[task_name]
 
     def note_leaving(self, request: Any, queues: list[QueueKey]) -> None:
         """Note which locks a message is to ask for, at once or as soon as its rate allows.
@@ -310,7 +315,7 @@ class Dispatcher:
             self._apply_eta_task(request)
         else:
             self._consumer.qos.decrement_eventually()
-            self._consumer._limit_task(request, bucket, 1)
+            self._enter_bucket(request, bucket, 1)
         with self.mutex:  # after: Celery lowers its prefetch there, and never adds at its limit
             self._update_prefetch()
 
@@ -327,8 +332,8 @@ class Dispatcher:
             request._eta_timer_entry = entry
 
     def _cancel_timer(self, waiter: WaitingMessage) -> None:
-        celerys = getattr(waiter.request, "_eta_timer_entry", None)  # before 5.7 its own stays
-        self._loop.cancel(celerys if waiter.timer_entry is None else waiter.timer_entry)
+        self._loop.cancel(waiter.timer_entry)
+        self._loop.cancel(getattr(waiter.request, "_eta_timer_entry", None))  # before 5.7 it stays
 
     def _update_prefetch(self) -> None:
         """Take back what Celery adds to its prefetch, without a bound, for each message that waits.

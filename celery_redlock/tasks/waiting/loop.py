@@ -88,9 +88,15 @@ class EventLoop:
         return cancel
 
     def cancel(self, entry: Any) -> None:
-        """Cancel an entry of the timer that has not begun; None: nothing happens."""
+        """Cancel an entry of the timer that has not begun; None: nothing happens.
+
+        Source: kombu.asynchronous.timer keeps it until its time, and celery.worker.control lists
+        what its arguments name: `inspect scheduled` would show a message once for each entry.
+        """
         if entry is not None and not _has_begun(entry):
             self._consumer.timer.cancel(entry)
+            if hasattr(entry, "tref"):  # none of gevent's, which leaves its timer
+                entry.args = ()
 
     def _run_calls(self) -> None:
         """Make the calls that are due, and survive what they raise: it would end the worker."""

@@ -90,8 +90,11 @@ class WaitingRoom(bootsteps.StartStopStep):
         self.states, self.waiting = self._dispatcher.states, self._dispatcher.waiting
         parent.apply_eta_task = self._dispatcher.on_eta
         parent._limit_post_eta = self._dispatcher.on_eta
-        parent._limit_move_to_pool = self._dispatcher.on_token
-        parent.connection_for_read = functools.partial(_closing_twice, parent.connection_for_read)
+        if hasattr(parent, "_limit_move_to_pool"):
+            parent._limit_move_to_pool = self._dispatcher.on_token
+        connect = getattr(parent, "connection_for_read", None)
+        if connect is not None:  # else a broker's restart may end the worker, as without a room
+            parent.connection_for_read = functools.partial(_closing_twice, connect)
         self._redlock: Redlock | None = None
         self._quorum = 1
         self._votes = ""  # the channel that announces that nodes vote again
@@ -376,7 +379,7 @@ def admit_received(sender: Any = None, request: Any = None, **_: Any) -> None:
     try:
         left = 0.0
         if not came_back:
-            left = deferral.countdown - max(0.0, time_of_nodes(sender.app) - deferral.at)
+            left = deferral.left(time_of_nodes(sender.app))
         if left <= 0 and not came_back and deferral.waits_for_release:
             # its queue takes longer than the countdown, and at each turn of the queue it would only
             # be refused again

@@ -27,6 +27,7 @@ from tests.integration.matrix import ends
 from tests.integration.matrix.ends import After, End
 from tests.integration.matrix.tasks import UNSTORABLE, queue_of
 from tests.integration.matrix.watch import Watch, follow, lives
+from tests.workers import ForkedWorker
 
 ROOT = Path(__file__).resolve().parents[3]
 NEWEST = VERSION >= (5, 7)
@@ -141,7 +142,7 @@ class Stage:
         self.queues += new
         for queue in new:
             self._app.amqp.queues.add(queue_of(queue, self._broker))
-        made = WorkerProcess(
+        made = ForkedWorker(
             f"{__package__}.tasks",
             pool=pool or self.pool,
             concurrency=concurrency,

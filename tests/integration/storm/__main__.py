@@ -13,7 +13,7 @@ from example_worker.bootstrap import ensure
 
 def main() -> int:
     """Return the exit status: 0 where all is as it must be, 2 where two held one lock, else 1."""
-    ensure("dev")
+    ensure("checks")
     from tests.integration.storm.show import SEED, storm  # needs what has just been made sure of
 
     parser = argparse.ArgumentParser(prog="python3 -m tests.integration.storm")

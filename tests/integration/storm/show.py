@@ -25,6 +25,7 @@ from tests.integration.storm import tasks
 from tests.integration.storm.ledger import CALLED, FINAL, KINDS, Kind, Ledger, Message, read
 from tests.integration.storm.queue import Transit
 from tests.integration.storm.weather import ROOT, Actor, Calling, Weather
+from tests.workers import ForkedWorker
 
 SEED = int(os.environ.get("CELERY_REDLOCK_STORM_SEED") or random.SystemRandom().randrange(1 << 32))
 NODE_TIMEOUT, TTL = 0.75, 4.0  # s
@@ -89,7 +90,7 @@ class Storm:
     def _actor(self, name: str, pool: str, slots: int) -> Actor:
         def make(life: str) -> WorkerProcess:
             env = {**self._env, "STORM_WORKER": life}
-            made = WorkerProcess(
+            made = ForkedWorker(
                 f"{__package__}.tasks", name=name, pool=pool, concurrency=slots, env=env, cwd=ROOT
             )
             self._stack.callback(made.log.unlink, missing_ok=True)

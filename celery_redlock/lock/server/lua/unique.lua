@@ -7,6 +7,7 @@
 --       3 ms until the new claim ends, '' to confirm the present one; with an empty value: 'back' to
 --         put back the claim that was replaced, if there is one
 --       4 the most ms for which a new claim is kept without a confirmation
+--       5 the age of the burst that a new claim joins, in ms; absent: it joins none
 -- Returns  1                      changed, or the key has the new value already (a request sent twice)
 --          0                      the key is missing, although a value was expected
 --          {pttl_ms, value, age}  the key has another value, and keeps it; age: ms since the first send
@@ -15,7 +16,14 @@ local now, current = wall(), redis.call('GET', KEYS[1])
 local line, replaced = string.match(current or '', '^([^\n]*)\n?(.*)$')
 local value, first, ends = string.match(line, '^(.*) (%d+) (%d+)$')
 value = value or line
+local began = now - (ARGV[5] or 0)
 if current and value == ARGV[2] then
+  if ARGV[5] then  -- this node has missed the burst, so it took the claim for the first of one
+    first, ends = math.min(first, began), math.min(ends, now + ARGV[3])
+    local rest = string.sub(current, #line + 1)
+    local stored = string.format('%s %.0f %.0f', value, first, ends) .. rest
+    redis.call('SET', KEYS[1], stored, 'PX', math.max(1, redis.call('PTTL', KEYS[1])))
+  end
   return 1
 end
 if not current and ARGV[1] ~= '' then
@@ -29,7 +37,7 @@ if ARGV[2] ~= '' then
   local is_new = ARGV[3] ~= ''
   ends = is_new and now + ARGV[3] or ends or now
   left = is_new and math.min(ARGV[3], ARGV[4]) or ends - now
-  stored = string.format('%s %.0f %.0f', ARGV[2], first or now, ends)
+  stored = string.format('%s %.0f %.0f', ARGV[2], math.min(first or now, began), ends)
   if is_new and current then
     stored = stored .. '\n' .. line
   end

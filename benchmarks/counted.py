@@ -1,0 +1,99 @@
+"""What `benchmarks.instructions` runs under callgrind, with the package of another tree.
+
+callgrind ends a part of its count whenever the C library's `getloadavg` is entered, and begins the
+next one at `getsid`: nothing else here calls these. Between them the program waits for its turn,
+and does some work that does not count: timers that have expired meanwhile fall on that. Standard
+input is a socket of whoever counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import sys
+from collections.abc import Sequence
+
+from celery import Celery
+
+from celery_redlock import LockedTask, Redlock
+
+QUEUE, PLAIN, LOCKED = "counted", "plain", "locked"
+MARK, BEGIN, END = "mark", "begin", "end"
+# Under callgrind a process is fifty times as slow, and it waits for its turn: with these times no
+# node is given up, and no lock is renewed.
+PATIENCE, TTL = 600.0, 7200.0  # s
+TURNS = 0  # descriptor of a socket
+DONE = GO = b"."
+UNCOUNTED = 2  # pairs, or tasks, before a part that counts
+
+
+def mark() -> None:
+    """End a part of the count, and wait for the turn."""
+    os.getloadavg()
+    os.write(TURNS, DONE)
+    if not os.read(TURNS, 1):
+        os._exit(0)  # whoever counts has ended, and wants no more
+
+
+def begin() -> None:
+    """Begin a part that counts."""
+    os.getsid(0)
+
+
+def pairs(urls: Sequence[str], batches: int, batch: int) -> None:
+    """Acquire and release a lock: one batch that fills caches, then those that count."""
+    with Redlock(urls, node_timeout=PATIENCE, max_ttl=TTL) as redlock:
+        redlock.trust()
+        lock = redlock.lock("x", ttl=TTL, wait=PATIENCE)
+        for _ in range(1 + batches):
+            mark()
+            for number in range(UNCOUNTED + batch):
+                if number == UNCOUNTED:
+                    begin()
+                lock.acquire()
+                lock.release()
+        mark()
+
+
+def tasks(urls: Sequence[str], broker: str) -> None:
+    """Run a solo worker until a task ends it; the parts are between two tasks `mark`."""
+    app = Celery("counted", broker=broker)
+    app.conf.update(
+        task_default_queue=QUEUE, task_ignore_result=True, redlock_nodes=list(urls),
+        redlock_node_timeout=PATIENCE, redlock_ttl=TTL, redlock_max_ttl=TTL,
+        worker_prefetch_multiplier=1,  # so that each task is fetched alike
+    )  # fmt: skip
+
+    def body(number: int) -> None: ...
+
+    def end() -> None:
+        os._exit(0)
+
+    app.task(name=PLAIN)(body)
+    app.task(name=LOCKED, base=LockedTask, lock_key="{number}")(body)
+    app.task(name=MARK)(mark)
+    app.task(name=BEGIN)(begin)
+    app.task(name=END)(end)
+    words = ["--pool", "solo", "--concurrency", "1", "--loglevel", "WARNING"]
+    silent = ["--without-gossip", "--without-mingle", "--without-heartbeat"]
+    app.worker_main(["worker", *words, *silent])
+
+
+def main() -> None:
+    """Do all of it in one process: what takes most of the time is its start."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("broker")
+    parser.add_argument("batches", type=int)
+    parser.add_argument("batch", type=int)
+    parser.add_argument("urls", nargs="+")
+    given = parser.parse_args()
+    gc.disable()  # its passes fall on one part or on another
+    sys.setswitchinterval(PATIENCE)  # a thread that waits for the GIL would wake each 5 ms
+    pairs(given.urls[:1], given.batches, given.batch)
+    pairs(given.urls, given.batches, given.batch)
+    tasks(given.urls, given.broker)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,207 @@
+"""Count instructions: `python -m benchmarks.instructions [--quick] OLD [NEW]`.
+
+A pair (acquire and release) on one node and on three nodes, and a task with and without a lock in a
+solo worker, over three nodes. OLD and NEW are git revisions, or folders that have the package; NEW
+is the working tree if it is left out. Valgrind's callgrind counts what the process executes,
+and not what servers do.
+
+The load of the machine decides how often a process waits and wakes, and so changes a count. Hence
+the trees take turns, batch by batch, and the lower quartile of the batches counts, in which nothing
+waited. No node times out meanwhile, no lock is renewed, and no garbage is collected: what that
+costs is in no figure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import re
+import socket
+import subprocess
+import sys
+import tarfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import quantiles
+from tempfile import TemporaryDirectory
+
+from celery import Celery
+
+from benchmarks import counted
+from benchmarks.figures import Aim, against, table
+from celery_redlock.testing import EmbeddedNode, embedded_nodes
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = "celery_redlock"
+PROGRAM = Path(counted.__file__)
+NODES = 3
+KINDS = (  # in the order in which they are counted
+    "a pair, nodes: 1", f"a pair, nodes: {NODES}", "a plain task", f"a locked task, nodes: {NODES}",
+)  # fmt: skip
+BATCH = 5  # pairs, or tasks of one kind, in a part: few, so that most parts have no wait
+FULL, QUICK = 24, 8  # parts of each kind
+NEW_TREE = "."  # the working tree
+PATIENCE = 3600  # s
+AIM = 1.01
+
+Counts = Mapping[str, float]  # instructions of one, by kind
+
+
+def main() -> None:
+    """Run the benchmark and print its table."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.instructions", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="some minutes, for a look")
+    parser.add_argument("old", help="a git revision, or a folder that has the package")
+    parser.add_argument("new", nargs="?", default=NEW_TREE, help="the same; the working tree")
+    given = parser.parse_args()
+    count = QUICK if given.quick else FULL
+    names = (given.old, given.new)
+    with contextlib.ExitStack() as stack:
+        trees = [unpacked(name, Path(stack.enter_context(TemporaryDirectory()))) for name in names]
+        found = counts(trees, count, BATCH)
+    print(report(names, *found))
+
+
+def unpacked(name: str, where: Path) -> Path:
+    """Return a folder that has the package as of a tree: itself, or a revision unpacked there."""
+    if (Path(name) / PACKAGE).is_dir():
+        return Path(name).resolve()
+    packed = where / "tree.tar"
+    git = ["git", "-C", str(ROOT), "archive", "--output", str(packed), name, PACKAGE]
+    subprocess.run(git, check=True)
+    with tarfile.open(packed) as opened:
+        opened.extractall(where, filter="data")
+    return where
+
+
+def counts(trees: Sequence[Path], count: int, batch: int) -> list[Counts]:
+    """Return what one of each kind executes with the package of each tree.
+
+    The trees take turns, batch by batch, so that the load is the same for both.
+    """
+    with contextlib.ExitStack() as stack:
+        programs = []
+        for tree in trees:
+            urls = [node.url for node in stack.enter_context(embedded_nodes(NODES))]
+            broker = stack.enter_context(EmbeddedNode())
+            send(broker.url, count, batch)
+            words = [broker.url, str(count), str(batch), *urls]
+            folder = Path(stack.enter_context(TemporaryDirectory()))
+            programs.append(Program(tree, words, folder))
+            stack.callback(programs[-1].end)
+        are_at_a_mark = all(map(Program.is_at_a_mark, programs))  # they start at the same time
+        while are_at_a_mark:
+            are_at_a_mark = all(map(Program.turn, programs))
+        found = [program.parts() for program in programs]
+    return [of_one(by_kind(parts, count), batch) for parts in found]
+
+
+def of_one(parts: Mapping[str, Sequence[int]], batch: int) -> Counts:
+    """Return the count of one of each kind, from the parts of that kind: their lower quartile.
+
+    A wait or a timer adds to the part that it falls on. The least would be a chance as well: now
+    and then the replies of all nodes are there at once, which spares a part some reads.
+    """
+    return {kind: quantiles(of, method="inclusive")[0] / batch for kind, of in parts.items()}
+
+
+def by_kind(parts: Sequence[int], count: int) -> dict[str, Sequence[int]]:
+    """Return those of the parts that are one batch of a kind each, without the first batch of it.
+
+    The others are the program's start, a batch that fills caches, and the way to the next kind.
+    """
+    pairs = 2 * (count + 2)
+    if len(parts) != 1 + pairs + 2 * (count + 1):
+        raise RuntimeError(f"{len(parts)} parts were counted, for {count} batches of each kind")
+    found = [parts[2 : 2 + count], parts[count + 4 : 2 * count + 4]]
+    tasks = parts[1 + pairs :]
+    return dict(zip(KINDS, [*found, tasks[2::2], tasks[3::2]], strict=True))
+
+
+def send(broker: str, count: int, batch: int) -> None:
+    """Put what the worker is to run into its queue: batches of both kinds by turns, with marks."""
+    with Celery("sender", broker=broker, set_as_current=False) as app:
+        number = 0
+        for _ in range(count + 1):
+            for kind in (counted.PLAIN, counted.LOCKED):
+                app.send_task(counted.MARK, queue=counted.QUEUE)
+                for place in range(counted.UNCOUNTED + batch):
+                    if place == counted.UNCOUNTED:
+                        app.send_task(counted.BEGIN, queue=counted.QUEUE)
+                    number += 1
+                    app.send_task(kind, (number,), queue=counted.QUEUE)
+        app.send_task(counted.MARK, queue=counted.QUEUE)
+        app.send_task(counted.END, queue=counted.QUEUE)
+
+
+class Program:
+    """`benchmarks.counted` under callgrind, with the package of a tree; it waits at each mark."""
+
+    def __init__(self, tree: Path, words: Sequence[str], folder: Path) -> None:
+        env = {**os.environ, "PYTHONPATH": str(tree), "PYTHONHASHSEED": "0"}
+        imported = f"import {PACKAGE}; print({PACKAGE}.__file__)"  # which compiles it, too
+        asked = [sys.executable, "-P", "-c", imported]
+        where = subprocess.run(asked, env=env, check=True, capture_output=True, text=True).stdout
+        if not Path(where).is_relative_to(tree):
+            raise RuntimeError(f"{where.strip()} is imported, and not what {tree} has")
+        self._command = [
+            "valgrind", "--tool=callgrind", "--dump-before=getloadavg", "--zero-before=getsid",
+            f"--callgrind-out-file={folder / 'out'}", sys.executable, "-P", str(PROGRAM), *words,
+        ]  # fmt: skip
+        self._folder, self._log = folder, folder / "log"
+        self._turns, theirs = socket.socketpair()
+        self._turns.settimeout(PATIENCE)
+        with theirs, self._log.open("w") as log:
+            self._process = subprocess.Popen(
+                self._command, env=env, cwd=folder, stdin=theirs.fileno(), stdout=log, stderr=log
+            )
+
+    def is_at_a_mark(self) -> bool:
+        """Wait for the next mark, or the end."""
+        return self._turns.recv(1) == counted.DONE
+
+    def turn(self) -> bool:
+        """Go on to the next mark; returns False at the end."""
+        self._turns.send(counted.GO)
+        return self.is_at_a_mark()
+
+    def parts(self) -> list[int]:
+        """Return the instructions of each part up to the last mark, without those of waits."""
+        self._turns.close()  # it ends, also if it waits because the other one has failed
+        if code := self._process.wait():
+            raise RuntimeError(f"{self._command} ended with {code}:\n{self._log.read_text()}")
+        return summed(self._folder)
+
+    def end(self) -> None:
+        """End the program, also before its end."""
+        self._turns.close()
+        self._process.kill()
+        self._process.wait()
+
+
+def summed(folder: Path) -> list[int]:
+    """Return the instructions of each part that a mark has ended, in their order."""
+    parts = sorted(folder.glob("out.*"), key=lambda path: int(path.suffix[1:]))
+    found = []
+    for part in parts:
+        match = re.search(r"^summary: (\d+)$", part.read_text(), re.MULTILINE)
+        if match is None:
+            raise RuntimeError(f"{part.name} of callgrind has no summary")
+        found.append(int(match[1]))
+    return found
+
+
+def report(names: Sequence[str], old: Counts, new: Counts) -> str:
+    """Return the table and the aims."""
+    rows = [
+        [kind, f"{old[kind]:,.0f}", f"{new[kind]:,.0f}", f"{new[kind] / old[kind]:.4f}"]
+        for kind in old
+    ]
+    head = ["instructions", *names, "new/old"]
+    aims = [Aim(kind, new[kind] / old[kind], AIM) for kind in old]
+    return f"{table(head, rows, left=1)}\n\n{against(aims)}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,240 @@
+"""Another server, database or schema than at the connect may lack locks: it abstains for a while.
+
+Behind a pooler, clients stay connected meanwhile. `setup` moves the schema of an earlier release.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import psycopg
+import pytest
+
+from celery_redlock import Lock, Redlock
+from celery_redlock.lock.postgres.schema import VERSION, create_schema
+from tests.conftest import NODE_TIMEOUT, TTL, eventually
+from tests.contract.postgres_calls import ONE, TWO, Session, grant
+from tests.contract.renewals import renew_now
+from tests.contract.test_postgres_failures import END_OF_QUIET, QUIET, RUN, is_refused, over
+from tests.postgres import Pooler, PostgresNode, pooler, standing_node
+
+TENURE = "SELECT convert_from(value, 'UTF8') FROM redlock.key WHERE name = '{redlock}:tenure'"
+ROWS = (
+    "SELECT name, value, expires_at FROM redlock.key"
+    " WHERE encode(name, 'escape') !~ ':(run|tenure)$' ORDER BY id"
+)
+# The functions of version 1 that version 2 has changed.
+VERSION_1 = """
+CREATE OR REPLACE FUNCTION redlock.version() RETURNS int LANGUAGE sql STABLE RETURN 1;
+CREATE OR REPLACE FUNCTION redlock.run_id() RETURNS text LANGUAGE plpgsql VOLATILE AS $$
+BEGIN
+  RETURN (SELECT system_identifier::text FROM pg_control_system())
+    || '-' || left(pg_walfile_name(pg_current_wal_lsn()), 8);
+END $$;
+CREATE OR REPLACE FUNCTION redlock.run_id(known text) RETURNS text LANGUAGE plpgsql VOLATILE AS $$
+BEGIN
+  RETURN CASE WHEN right(known, 8) = left(pg_walfile_name(pg_current_wal_lsn()), 8) THEN known
+    ELSE redlock.run_id() END;
+END $$;
+"""
+
+
+@pytest.fixture
+def node(postgres_template: Path) -> Iterator[PostgresNode]:
+    with standing_node(postgres_template) as made:
+        yield made
+
+
+@contextmanager
+def two_over(url: str) -> Iterator[tuple[Redlock, Redlock]]:
+    """Give two clients, connected to their node."""
+    with over(url, max_ttl=600) as one, over(url, max_ttl=600) as other:
+        yield one, other
+
+
+def held(redlock: Redlock) -> Lock:
+    """Return the lock that a client holds in a `with` block, for longer than a test takes."""
+    return redlock.lock("r", ttl=600, wait=60)
+
+
+@pytest.fixture
+def other(node: PostgresNode) -> Iterator[psycopg.Connection[tuple[object, ...]]]:
+    """Give a connection to a second database of the node, with a new schema of its own."""
+    node.query("CREATE DATABASE other")
+    try:
+        url = f"{node.url.rpartition('/')[0]}/other"
+        with closing(psycopg.connect(url, autocommit=True)) as connection:
+            assert create_schema(connection) == "trusted"
+            yield connection
+    finally:
+        node.query("DROP DATABASE other WITH (FORCE)")
+
+
+def test_the_run_id_names_cluster_database_schema_and_timeline(
+    node: PostgresNode, other: psycopg.Connection[tuple[object, ...]]
+) -> None:
+    ask = "SELECT redlock.run_id()"
+    [(cluster,)] = node.query("SELECT system_identifier::text FROM pg_control_system()")
+    [(run,)] = node.query(ask)
+    [(elsewhere,)] = other.execute(ask).fetchall()
+    assert run != elsewhere
+    for one in (run, elsewhere):
+        assert one.startswith(f"{cluster}-")
+        assert one.endswith("-00000001")
+    node.query("DROP SCHEMA redlock CASCADE")
+    node.setup()
+    assert node.query(ask) != [(run,)]
+
+
+class TestAPoolerThatMoves:
+    @pytest.fixture
+    def pool_of(self, node: PostgresNode) -> Iterator[Pooler]:
+        with pooler(node) as made:
+            yield made
+
+    def test_nobody_gets_the_lock_of_another_database(
+        self, pool_of: Pooler, other: psycopg.Connection[tuple[object, ...]]
+    ) -> None:
+        with two_over(pool_of.url) as (redlock, rival), held(redlock) as lock:
+            pool_of.move("postgres", "other")
+            assert is_refused(rival)
+            eventually(lambda: other.execute(QUIET).fetchall())
+            assert is_refused(rival)
+            assert lock.held
+
+    def test_nobody_gets_it_after_a_restart_either(
+        self, pool_of: Pooler, other: psycopg.Connection[tuple[object, ...]]
+    ) -> None:
+        with two_over(pool_of.url) as (redlock, rival), held(redlock) as lock:
+            pool_of.move("postgres", "other")
+            pool_of.restart()
+            eventually(lambda: other.execute(QUIET).fetchall() or not is_refused(rival))
+            assert is_refused(rival)
+            assert lock.held
+
+    def test_a_move_that_is_undone_begins_a_grace_period(
+        self,
+        pool_of: Pooler,
+        node: PostgresNode,
+        other: psycopg.Connection[tuple[object, ...]],
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        with two_over(pool_of.url) as (redlock, rival):
+            pool_of.move("postgres", "other")
+            assert is_refused(redlock)
+            eventually(lambda: other.execute(QUIET).fetchall())
+            other.execute(END_OF_QUIET.encode())
+            with held(redlock) as lock:
+                pool_of.move("other", "postgres")
+                renew_now(redlock, lock)
+                eventually(lambda: node.query(QUIET))
+                assert is_refused(rival)
+                assert lock.held
+            assert "another server, database or schema" in caplog.text
+
+
+class TestASetup:
+    def test_a_schema_that_is_dropped_beside_clients_is_not_trusted(
+        self, node: PostgresNode
+    ) -> None:
+        with two_over(node.url) as (redlock, rival), held(redlock) as lock:
+            node.query("DROP SCHEMA redlock CASCADE")
+            with closing(node.connect()) as connection:
+                assert create_schema(connection) == "new"
+            with Redlock([node.url], node_timeout=NODE_TIMEOUT, max_ttl=600) as fresh:
+                assert is_refused(fresh)
+            assert is_refused(rival)
+            assert lock.held
+
+    def test_a_client_finds_out_by_itself_that_the_schema_is_another(
+        self, node: PostgresNode
+    ) -> None:
+        with two_over(node.url) as (redlock, rival), held(redlock) as lock:
+            node.query("DROP SCHEMA redlock CASCADE")
+            with closing(node.connect()) as connection:  # of clients with another name
+                assert create_schema(connection, applications=["shop"]) == "trusted"
+            assert is_refused(rival)
+            eventually(lambda: node.query(QUIET))
+            assert lock.held
+
+
+class TestAMove:
+    """`setup` moves the schema of version 1 in place."""
+
+    @pytest.fixture
+    def old(self, node: PostgresNode) -> Iterator[PostgresNode]:
+        """Give a node with version 1, and its records; other tests have the node after this one."""
+        node.query(VERSION_1)
+        run = "SELECT redlock.run_id()"
+        node.query(f"UPDATE redlock.key SET value = ({run})::bytea WHERE name = '{{redlock}}:run'")
+        node.query(
+            f"UPDATE redlock.key SET value = ('5 ' || ({run}))::bytea"
+            " WHERE name = '{redlock}:tenure'"
+        )
+        yield node
+        node.query("DROP SCHEMA redlock CASCADE")
+        node.setup()
+
+    def test_no_row_goes_and_no_grace_period_begins(self, old: PostgresNode) -> None:
+        [(known,)] = old.query(RUN)
+        session = Session(old)
+        with closing(session.connection):
+            assert session.call(grant(ONE, least="7", run=known)) == [1, 7]
+            session.commit()
+            rows = old.query(ROWS)
+            with closing(old.connect()) as connection:
+                assert create_schema(connection) == "moved"
+                assert create_schema(connection) == "there"
+            assert old.query(ROWS) == rows
+            assert old.query("SELECT redlock.version()") == [(VERSION,)]
+            [(run,)] = old.query("SELECT redlock.run_id()")
+            assert old.query(RUN) == [(run,)]
+            assert old.query(TENURE) == [(f"6 {run}",)]
+            # a client of version 1 that is still connected
+            assert session.call(grant(ONE, run=known)) == 1
+            assert session.call(grant(TWO, run=known))[:1] == [0]
+            session.commit()
+        with over(old.url) as fresh:
+            assert is_refused(fresh)
+            assert fresh.lock("free", ttl=TTL).try_acquire()
+        assert old.query(QUIET) == []
+
+    def test_a_grant_that_runs_meanwhile_keeps_its_turn(self, old: PostgresNode) -> None:
+        [(known,)] = old.query(RUN)
+        one, two = Session(old), Session(old)
+        with closing(one.connection), closing(two.connection), closing(old.connect()) as connection:
+            assert one.call(grant(ONE, run=known)) == 1
+            assert create_schema(connection) == "moved"
+            two.connection.execute("SET lock_timeout = '100ms'")
+            with pytest.raises(psycopg.errors.LockNotAvailable):
+                two.call(grant(TWO, run=known))
+            two.connection.rollback()
+            one.commit()
+            assert two.call(grant(TWO, run=known))[:1] == [0]
+
+    def test_a_server_that_has_changed_before_begins_a_grace_period(
+        self, old: PostgresNode
+    ) -> None:
+        old.query("UPDATE redlock.key SET value = '7-00000001' WHERE name = '{redlock}:run'")
+        old.setup()
+        with over(old.url) as fresh:
+            assert is_refused(fresh)
+        assert old.query(QUIET)
+
+    def test_a_client_says_which_of_the_two_is_newer(self, old: PostgresNode) -> None:
+        with Redlock([old.url], node_timeout=NODE_TIMEOUT, max_ttl=TTL) as redlock:
+            [status] = redlock.status().nodes
+            assert "OLDERSCHEMA version 1, and this release needs 2" in status.error
+            assert "`celery -A shop redlock setup`, which moves the schema" in status.error
+            old.setup()
+            old.query("CREATE OR REPLACE FUNCTION redlock.version() RETURNS int RETURN 99")
+            [status] = redlock.status().nodes
+            assert "NEWERSCHEMA version 99, and this release needs 2" in status.error
+        with (
+            closing(old.connect()) as connection,
+            pytest.raises(psycopg.Error, match="NEWERSCHEMA"),
+        ):
+            create_schema(connection)
+        assert old.query("SELECT redlock.version()") == [(99,)]
