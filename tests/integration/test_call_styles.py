@@ -137,6 +137,44 @@ def test_a_link_of_an_eager_run_may_need_the_lock_of_its_parent(
     assert seen == [True]
 
 
+@pytest.mark.parametrize(
+    ("of_parent", "of_link", "hint"),
+    [
+        ({}, {"lock_fencing": True}, "without a fencing token: take the outer one with fencing"),
+        ({"lock_limit": 3}, {}, "as one of 3 permits"),
+    ],
+    ids=["fencing", "permits"],
+)
+def test_a_link_of_an_eager_run_that_its_parents_lock_does_not_cover_is_told_of_the_parent(
+    app: Celery, of_parent: dict[str, Any], of_link: dict[str, Any], hint: str
+) -> None:
+    """A worker runs it: the parent has released by then. In eager mode its hooks are to come."""
+    ends: list[Any] = []
+
+    class Told(LockedTask):
+        abstract = True
+
+        def after_return(self, state: str, retval: Any, *_: Any) -> None:
+            ends.append((self.name, state, str(retval) if state == "FAILURE" else self.lock.held))
+
+    @app.task(base=Told, name="link", lock_key="k", shared=False, **of_link)
+    def link(*args: Any) -> bool:
+        lock = current_lock()
+        return lock is not None and lock.held
+
+    @app.task(base=Told, name="parent", lock_key="k", shared=False, **of_parent)
+    def parent(result: Any = None) -> None: ...
+
+    result = parent.apply_async(link=link.s())
+    (refused, state, text), *rest = ends
+    assert (refused, state, rest) == ("link", "FAILURE", [("parent", "SUCCESS", True)])
+    assert f"'k' is held here by parent[{result.id}]" in text
+    assert hint in text
+    ends.clear()
+    parent.apply_async(link=link.s(), lock={"fencing": True, "limit": 1})
+    assert ends == [("link", "SUCCESS", True), ("parent", "SUCCESS", True)]
+
+
 def test_the_lock_of_a_run_without_a_quorum_is_there_and_not_held(app: Celery) -> None:
     @app.task(bind=True, base=LockedTask, lock_on_unreachable="run", shared=False)
     def settle(self: Any) -> tuple[bool, bool, str]:

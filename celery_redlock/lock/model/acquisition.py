@@ -17,6 +17,7 @@ from typing import Any
 from weakref import ref
 
 from celery_redlock.errors import LockLost, SettingsError
+from celery_redlock.label import Holder
 from celery_redlock.lock.model.lease import HELD, LOST, NOT_RENEWED, Lease, LockKey
 from celery_redlock.lock.model.options import LockOptions
 from celery_redlock.lock.model.rate import Start
@@ -157,12 +158,17 @@ class Acquisition:
         if own.limits:
             of_own, wanted = own.limits.get(resource, 1), (options.limits or {}).get(resource, 1)
             if of_own > wanted:
-                hint = f"{resource!r} is held here as one of {of_own} permits, which excludes "
+                hint = f"{self._held_here(resource)} as one of {of_own} permits, which excludes "
                 hint += "no other holder: nest it with the same limit"
                 raise SettingsError("Lock", "limit", f"{wanted}", hint)
         if options.fencing and not own.fencing:
-            hint = f"{resource!r} is held here without a fencing token: take the outer one with"
+            hint = f"{self._held_here(resource)} without a fencing token: take the outer one with"
             raise SettingsError("Lock", "fencing", "True", f"{hint} fencing=True")
+
+    def _held_here(self, resource: str) -> str:
+        """Name the holder: in eager mode it may be the parent of a link, before its release."""
+        by = f" by {Holder.of(self.options.label)}" if self.options.label else ""
+        return f"{resource!r} is held here{by}"
 
     # its deadline
 
