@@ -62,6 +62,7 @@ ANYWHERE = (
     PrivateName("celery._state:connect_on_app_finalize", _UNLOCKED, "callback"),
     PrivateName("celery._state:_get_active_apps", _UNLOCKED, ""),
     PrivateName("celery.app.base:Celery._tasks", _UNLOCKED),
+    PrivateName("celery.app.task:Task.apply", _UNLOCKED, "args, kwargs, ..."),
     PrivateName("celery.app.base:Celery.finalize.send", "refuse tasks that cannot be locked"),
     PrivateName("redis.connection:AbstractConnection._sock", _TALK),
     PrivateName("redis.connection:DefaultParser", _TALK),

@@ -2,9 +2,9 @@
 
 Read this to learn when Celery calls which part. An import of the package connects the two hooks of
 `celery_redlock_entry`, and what carries the options of a send by name: a worker that locks nothing
-drops the latter. A process gets `RECEIVERS` when a locked task is bound to an app, and a worker
-gets `PREPARATIONS` and `STEPS` if its app locks tasks. Elsewhere only these connect anything, on
-demand:
+drops the latter. It also has Celery's `Task.apply` finalize an app that `redlock_tasks` is for. A
+process gets `RECEIVERS` when a locked task is bound to an app, and a worker gets `PREPARATIONS` and
+`STEPS` if its app locks tasks. Elsewhere only these connect anything, on demand:
 - `operate/metrics.py`: receivers of the public signals, if `redlock_metrics` is set.
 - `operate/tracing.py`: receivers of the public signals, if the process has imported OpenTelemetry.
 - `lock/platform/forks.py`, `tasks/children/reaper.py`: hooks of the operating system's forks, not
@@ -109,6 +109,7 @@ def begin() -> None:
         Events.wants, Events.send = staticmethod(tracing.wants), staticmethod(signals.send)
         Events.on_loss = staticmethod(notify_bodies)
         celery_signals.before_task_publish.connect(send.carry_options, weak=False)
+        startup.finalize_before_apply()
     finalized = [app for app in list(_get_active_apps()) if app.finalized]
     for app in finalized:
         watch(app)

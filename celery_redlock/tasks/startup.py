@@ -7,6 +7,7 @@ declaration (`declaration.py`).
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 import math
@@ -35,7 +36,7 @@ from celery_redlock.tasks.per_app import redlock_of, settings_of
 from celery_redlock.tasks.settings.app import CELERY_PREFIX, OptionSource, pattern_for
 from celery_redlock.tasks.settings.levels import find_nodes
 from celery_redlock.tasks.settings.options import OPTION
-from celery_redlock.tasks.task import LockedTask, check_declaration
+from celery_redlock.tasks.task import LockedTask, check_declaration, prepare_apply
 from celery_redlock_entry import lock_names, without_proxy
 
 logger = logging.getLogger(__name__)
@@ -106,6 +107,16 @@ def takes_lock(task: LockedTask, queue: str) -> bool:
         return True
 
 
+def entry_for(app: Any, name: str) -> str | None:
+    """Return the entry of `redlock_tasks` for a task's name, None if there is none."""
+    if name.startswith(CELERY_PREFIX):
+        return None
+    entries = app.conf.get("redlock_tasks")
+    # a wrong type raises at each use of a task that it names: such a task never runs unlocked
+    known = entries if isinstance(entries, (Mapping, list, tuple, set)) else ()
+    return pattern_for(name, map(str, known))
+
+
 class AdoptingRegistry(TaskRegistry):
     """An app's tasks; those that `redlock_tasks` names become LockedTasks as they are added.
 
@@ -136,12 +147,7 @@ class AdoptingRegistry(TaskRegistry):
 
     def pattern_for(self, name: str) -> str | None:
         """Return the entry of `redlock_tasks` for a task's name, None if there is none."""
-        if name.startswith(CELERY_PREFIX):
-            return None
-        entries = self.app.conf.get("redlock_tasks")
-        # a wrong type raises at each use of a task that it names: such a task never runs unlocked
-        known = entries if isinstance(entries, (Mapping, list, tuple, set)) else ()
-        return pattern_for(name, map(str, known))
+        return entry_for(self.app, name)
 
     def adopt(self, name: str, task: Any) -> bool:
         """Adopt a task that has an entry; return whether it was adopted now."""
@@ -205,6 +211,29 @@ def adopt_task(task: Any, pattern: str) -> None:
         said["dont_autoretry_for"] = said["dont_autoretry_for"] or spared
         del said["task"]
         _add_autoretry_behaviour(task, **said)
+
+
+def finalize_before_apply() -> None:
+    """Have Celery's `apply` finalize the app first if `redlock_tasks` names the task.
+
+    Until then the task is what its author declared, and would run without its lock.
+    Source: celery.app.task: `apply` takes the task out of `app._tasks`, which finalizes nothing.
+    """
+    celerys = Task.apply
+
+    @functools.wraps(celerys)
+    def apply(self: Any, args: Any = None, kwargs: Any = None, *more: Any, **options: Any) -> Any:
+        app = self.app
+        if app.finalized or isinstance(self, LockedTask) or entry_for(app, self.name) is None:
+            return celerys(self, args, kwargs, *more, **options)
+        app.finalize(auto=True)
+        # a class of the task's own may have called this: it is not to be called again
+        prepare_apply(self, options)
+        result = celerys(self, args, kwargs, *more, **options)
+        result.is_duplicate = False
+        return result
+
+    Task.apply = apply
 
 
 class RefuseToStart(bootsteps.Step):

@@ -210,10 +210,7 @@ class LockedTask(Task):
 
     def apply(self, args: Any = None, kwargs: Any = None, *more: Any, **options: Any) -> Any:
         """Run the task in this process under its lock; `lock={...}` as in `apply_async`."""
-        check_outside(options)
-        if "lock" in options:
-            options["task_id"] = options.get("task_id") or str(uuid4())
-            write_header(options, checked_options(config_of(self), options))
+        prepare_apply(self, options)
         result = super().apply(args, kwargs, *more, **options)
         result.is_duplicate = False
         return result
@@ -277,6 +274,14 @@ def check_declaration(task: LockedTask) -> None:
             f"{to_leave_out(task)}"
         )
         raise SettingsError(f"task {task.name!r}", "Strategy", repr(task.Strategy), hint)
+
+
+def prepare_apply(task: LockedTask, options: dict[str, Any]) -> None:
+    """Check what `apply` is given, and put its `lock` where a run looks for it."""
+    check_outside(options)
+    if "lock" in options:
+        options["task_id"] = options.get("task_id") or str(uuid4())
+        write_header(options, checked_options(config_of(task), options))
 
 
 def keep_arguments(task: Any = None, args: Any = None, kwargs: Any = None, **_: Any) -> None:

@@ -365,6 +365,65 @@ def test_from_outside_its_options_are_set_by_annotations(app: Celery) -> None:
     assert take.apply().get() == ("take", 40.0)
 
 
+@pytest.mark.parametrize("call", ["apply", "apply_async"])
+@pytest.mark.parametrize(("given", "ttl"), [({}, 40.0), ({"lock": {"ttl": 29}}, 29.0)], ids=str)
+def test_a_run_in_this_process_locks_though_the_app_has_not_finalized(
+    app: Celery, call: str, given: dict[str, Any], ttl: float
+) -> None:
+    calls: list[str] = []
+
+    class Counted(Task):
+        abstract = True
+
+        def apply(self, *args: Any, **options: Any) -> Any:
+            calls.append("apply")
+            return super().apply(*args, **options)
+
+    @app.task(base=Counted, name="vendor.sync", shared=False)
+    def sync(account: str) -> Any:
+        return held()
+
+    app.conf.redlock_tasks = {"vendor.*": {"key": "account:{account}", "ttl": 40}}
+    result = getattr(sync, call)(("a",), **given)
+    assert (result.get(), result.is_duplicate, calls) == (("account:a", ttl), False, ["apply"])
+    assert sync.apply(("a",)).get() == ("account:a", 40.0)
+
+
+def test_a_run_that_is_not_to_be_locked_does_not_finalize_the_app(app: Celery) -> None:
+    @app.task(shared=False)
+    def plain() -> bool:
+        return current_lock() is None
+
+    @app.task(base=LockedTask, shared=False)
+    def take() -> Any:
+        return held()
+
+    assert plain.apply().get()
+    app.conf.redlock_tasks = {"vendor.*": {}}
+    assert plain.apply().get()
+    assert take.apply().get()
+    assert not app.finalized
+
+
+def test_a_wrong_option_is_refused_by_a_first_run_in_this_process(app: Celery) -> None:
+    @app.task(name="vendor.sync", shared=False)
+    def sync(account: str) -> None: ...
+
+    app.conf.redlock_tasks = {"vendor.*": {}}
+    with pytest.raises(SettingsError, match="lock_ttl=29"):
+        sync.apply(("a",), lock_ttl=29)
+
+
+def test_a_wrong_entry_is_refused_by_a_run_in_this_process(app: Celery) -> None:
+    @app.task(name="vendor.sync", shared=False)
+    def sync(account: str) -> None: ...
+
+    app.conf.redlock_tasks = {"vendor.*": {"ttl": -1}}
+    for _ in range(2):
+        with pytest.raises(SettingsError, match="ttl"):
+            sync.apply(("a",), throw=True)
+
+
 def test_an_entry_that_comes_too_late_is_refused(app: Celery) -> None:
     @app.task(name="other.sync", shared=False)
     def sync(account: str) -> None: ...
