@@ -49,7 +49,10 @@ class Outbox:
 
     def __init__(self, nodes: Nodes) -> None:
         self._nodes = nodes
-        self._items: list[dict[int, OutboxItem]] = [{} for _ in nodes.all]
+        self._items: list[dict[Any, OutboxItem]] = [{} for _ in nodes.all]
+        # What a thread is about to send, by the send: it may be cut, or stand still as its process
+        # ends. Then another flush sends it, for a second release changes nothing.
+        self._leaving: list[dict[Any, OutboxItem]] = [{} for _ in nodes.all]
 
     def put(self, node: int, item: OutboxItem) -> None:
         """Keep an item for a node. A second call with the same item has no effect."""
@@ -57,23 +60,27 @@ class Outbox:
 
     @property
     def is_empty(self) -> bool:
-        return not any(self._items)
+        return not any(self._items) and not any(self._leaving)
 
     @property
     def nodes(self) -> list[int]:
         """The nodes that an item waits for."""
-        return [node for node, items in enumerate(self._items) if items]
+        both = zip(self._items, self._leaving, strict=True)
+        return [node for node, (items, leaving) in enumerate(both) if items or leaving]
 
     def flush(self, now: float) -> None:
-        for node, items in zip(self._nodes.all, self._items, strict=True):
-            for key, item in list(items.items()):
-                if item.until <= now:
-                    items.pop(key, None)
-                    item.settle(node.index)
-                elif node.connection is not None:
-                    items.pop(key, None)
-                    self._nodes.send_to(node.index, item.command())
-            if items:
+        for node, items, leaving in zip(self._nodes.all, self._items, self._leaving, strict=True):
+            for kept in leaving, items:
+                for key, item in list(kept.items()):
+                    if item.until <= now:
+                        kept.pop(key, None)
+                        item.settle(node.index)
+                    elif node.connection is not None:
+                        leaving[send := object()] = item
+                        kept.pop(key, None)  # before it is sent: what is put after that stays
+                        self._nodes.send_to(node.index, item.command())
+                        leaving.pop(send, None)
+            if items or leaving:
                 node.connect()
 
 

@@ -93,6 +93,8 @@ class Session(Core):
             releaser.outbox.flush(clock.now())
             due = {node.index for node in nodes.all if node.outstanding}
             due.update(releaser.outbox.nodes)
+            # another thread may be about to tell of these that they are lost
+            due.update(report.node for report in list(nodes.mail) if report.entries)
             if not (due or nodes.mail) or clock.now() >= until:
                 return
             nodes.flush(sorted(due), until)

@@ -116,10 +116,10 @@ class Node:
 
     @property
     def outstanding(self) -> bool:
-        """Whether a command waits for its reply, or a job for its turn."""
+        """Whether a command waits for its reply, a reply for its handler, or a job for its turn."""
         connection = self.connection
-        in_flight = connection is not None and connection.in_flight
-        return bool(self._queued or self.jobs.pending or in_flight)
+        waits = connection is not None and (connection.in_flight or connection.replies)
+        return bool(self._queued or self.jobs.pending or waits)
 
     @property
     def is_used(self) -> bool:
