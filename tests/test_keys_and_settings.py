@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from functools import partial
 from typing import Any, ClassVar
@@ -9,7 +10,7 @@ from typing import Any, ClassVar
 import pytest
 from celery import Celery
 
-from celery_redlock import LockedTask, Redlock, SettingsError, current_lock
+from celery_redlock import LockedTask, Redlock, RedlockError, SettingsError, current_lock
 from celery_redlock.testing import FakeNode, use_nodes
 from tests.pages import ROOT, blocks
 
@@ -45,6 +46,70 @@ def test_each_tenant_has_locks_of_its_own(
         headers = {"tenant": "acme"}
         ran = take.apply(("sku-7",), headers=headers, throw=True)
         assert ran.get() == "acme:stock:sku-7"
+
+
+def block_of_keys(word: str) -> dict[str, Any]:
+    """Return what the block of the page of keys with this word makes."""
+    made: dict[str, Any] = {"__name__": "pages"}
+    (code,) = (block.code for block in blocks(KEYS, "python") if word in block.code)
+    exec(code, made)
+    return made
+
+
+def test_a_key_is_made_of_what_airflow_sends(app: Celery) -> None:
+    """As its provider 3.26 does: `apply_async(args=(workload.model_dump_json(),))`."""
+
+    @app.task(name="execute_workload", shared=False)
+    def execute_workload(text: str) -> None: ...
+
+    @app.task(name="another", shared=False)
+    def another(text: str) -> None: ...
+
+    app.conf.update(redlock_nodes=["redis://a"], **block_of_keys("airflow_key")["CELERY_CONFIG"])
+    app.conf.redlock_tasks["another"] = {}
+    app.finalize()
+    of_airflow, plain = (
+        [app.tasks[name].lock_for(sent).resource for sent in map(airflow_workload, "ab")]
+        for name in ("execute_workload", "another")
+    )
+    assert of_airflow == ["reports:load", "reports:load"]
+    assert plain[0] != plain[1]
+    with pytest.raises(RedlockError, match="takes no lock"):
+        app.tasks["execute_workload"].lock_for(json.dumps({"token": "a", "callback": {}}))
+
+
+def airflow_workload(token: str) -> str:
+    ti = {"id": "0199", "dag_id": "reports", "task_id": "load", "run_id": token, "try_number": 1}
+    return json.dumps({"token": token, "ti": ti, "log_path": None, "type": "ExecuteTask"})
+
+
+class Event:
+    """An object of an ORM: it has an id, and no text of its own."""
+
+    def __init__(self, number: int) -> None:
+        self.id = number
+
+
+def test_a_task_that_takes_objects_needs_an_entry_beside_one_for_all_tasks(
+    app: Celery, redlock_fake_nodes: list[FakeNode]
+) -> None:
+    names = ("shop.plain", "vendor.notify", "vendor.unlocked", "vendor.forgotten")
+    for name in names:
+
+        @app.task(name=name, shared=False)
+        def body(event: Any) -> str | None:
+            lock = current_lock()
+            return lock and lock.resource
+
+    entry = block_of_keys("vendor.notify")["app"].conf.redlock_tasks["vendor.notify"]
+    app.conf.redlock_tasks = {"*": {}, "vendor.notify": entry, "vendor.unlocked": {"key": False}}
+    app.finalize()
+    with use_nodes(app, redlock_fake_nodes):
+        ends = [app.tasks[name].apply((Event(7),)) for name in names[1:]]
+        assert app.tasks["shop.plain"].apply((7,)).get()
+    assert [end.state for end in ends] == ["SUCCESS", "SUCCESS", "FAILURE"]
+    assert [end.result for end in ends[:2]] == ["event:7", None]
+    assert "has no stable form" in str(ends[2].result)
 
 
 @pytest.fixture
