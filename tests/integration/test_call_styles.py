@@ -208,7 +208,9 @@ def test_a_hook_outside_its_run_is_told_why_there_is_no_lock(app: Celery) -> Non
     assert all("hard time limit" in one and "direct call" not in one for one in texts)
     with pytest.raises(RedlockError, match="direct call"):
         settle.lock  # noqa: B018
-    assert "hard time limit" in str(pickle.loads(pickle.dumps(NoRunError("t", in_hook=True))))
+    error = NoRunError("t", in_hook=True)
+    assert "hard time limit" in str(pickle.loads(pickle.dumps(error)))
+    assert "hard time limit" in str(NoRunError(*error.args)), "as a result in JSON gives it"
 
 
 def test_a_run_that_takes_no_lock_is_told_why_there_is_none(app: Celery) -> None:

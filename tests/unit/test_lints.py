@@ -504,11 +504,13 @@ def test_what_the_user_has_decided_is_not_left_open(decided: App, what: str) -> 
 
 
 def test_adopted_tasks_with_deduplicated_sends_are_told_what_their_senders_need() -> None:
-    conf = {"redlock_tasks": {"vendor.*": {"unique_for": 60}}}
-    found = left_open(shop_of(conf, {"shop.f": {}}, unlocked="vendor.build"))
-    (one,) = [one for one in found if one.setting == "app: redlock_tasks"]
-    assert "vendor.build: a process that sends them" in one.hint
-    assert "shop.f" not in one.hint
+    declared = {"shop.f": {"lock_unique_for": 60}}  # with its base its senders have the rest
+    for option in ("unique_for", "debounce", "ttl"):
+        conf = {"redlock_tasks": {"vendor.*": {option: 20}}}
+        found = left_open(shop_of(conf, declared, unlocked="vendor.build"))
+        hints = [one.hint for one in found if one.setting == "app: redlock_tasks"]
+        told = [hint.startswith("vendor.build: a process that sends them") for hint in hints]
+        assert told == ([] if option == "ttl" else [True])
 
 
 def test_an_app_without_locked_tasks_leaves_nothing_open() -> None:

@@ -17,6 +17,7 @@ from celery_redlock.lock.node_status import NodeReport, shared_settings_of
 from celery_redlock.operate.lints import lint
 from celery_redlock.operate.start_report import left_open
 from celery_redlock.tasks.startup import _log_report
+from tests import fork_server
 from tests.sources import ONE_PROCESS, lines_of, nodes_of, text_of, tree_of
 from tests.unit.test_lints import shop_of
 
@@ -195,3 +196,28 @@ def test_the_lines_about_settings_are_those_of_an_app(monkeypatch: pytest.Monkey
     for event, line in rows():
         if event in {"lint", "left_open"}:
             assert [one for one in found if str(one).startswith(line.removesuffix("..."))], line
+
+
+CONFIGURED = """
+import logging
+from celery_redlock.operate.control import is_logged
+
+another = logging.getLogger("another")
+assert not another.hasHandlers()
+exec(PAGE)
+assert not another.disabled
+for name in ("celery.app.trace", "celery_redlock.lock.lock", "shop.tasks", "another"):
+    logging.getLogger(name).info("a line")
+assert is_logged()
+"""
+
+
+def test_what_the_page_gives_an_application_that_sets_up_logging_writes_our_lines() -> None:
+    (code,) = [
+        code for code in re.findall("```python\n(.+?)```", PAGE, re.DOTALL) if "LOGGING" in code
+    ]
+    command = [sys.executable, "-c", CONFIGURED.replace("PAGE", repr(code))]
+    done = fork_server.run(command, check=True)
+    lines = [line.split(" ", 2)[2] for line in done.stderr.splitlines()]
+    names = ("celery.app.trace", "celery_redlock.lock.lock", "shop.tasks")
+    assert lines == [f"INFO {name} a line" for name in names]
