@@ -2,19 +2,21 @@
 
 callgrind ends a part of its count whenever the C library's `getloadavg` is entered, and begins the
 next one at `getsid`: nothing else here calls these. Between them the program waits for its turn,
-and does some work that does not count: timers that have expired meanwhile fall on that. Standard
-input is a socket of whoever counts.
+and does some work that does not count: what is due after a wait falls on that. Standard input is a
+socket of whoever counts.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import importlib
 import os
 import sys
 from collections.abc import Sequence
 
 from celery import Celery
+from kombu.asynchronous import get_event_loop
 
 from celery_redlock import LockedTask, Redlock
 
@@ -26,14 +28,32 @@ PATIENCE, TTL = 600.0, 7200.0  # s
 TURNS = 0  # descriptor of a socket
 DONE = GO = b"."
 UNCOUNTED = 2  # pairs, or tasks, before a part that counts
+IMPORTED = ("celery.apps.worker", "celery.bin.celery", "kombu.transport.redis")  # by a worker
 
 
 def mark() -> None:
     """End a part of the count, and wait for the turn."""
     os.getloadavg()
+    wait_for_turn()
+
+
+def wait_for_turn() -> None:
+    """Say that this one has ended, and wait for the next one."""
     os.write(TURNS, DONE)
     if not os.read(TURNS, 1):
         os._exit(0)  # whoever counts has ended, and wants no more
+
+
+def mark_in_worker() -> None:
+    """As `mark`, and drop the timers of the worker and of kombu's transport.
+
+    They fire each second, or less often. The slower this process is, the more of them would fall on
+    a task.
+    """
+    mark()
+    loop = get_event_loop()
+    assert loop is not None
+    loop.timer.clear()
 
 
 def begin() -> None:
@@ -41,14 +61,17 @@ def begin() -> None:
     os.getsid(0)
 
 
-def pairs(urls: Sequence[str], batches: int, batch: int) -> None:
-    """Acquire and release a lock: one batch that fills caches, then those that count."""
+def pairs(urls: Sequence[str], count: int) -> None:
+    """Acquire and release a lock, once in each part: one that fills caches, then those that count.
+
+    The replies of the nodes are there, or are waited for: in one pair less often than in several.
+    """
     with Redlock(urls, node_timeout=PATIENCE, max_ttl=TTL) as redlock:
         redlock.trust()
         lock = redlock.lock("x", ttl=TTL, wait=PATIENCE)
-        for _ in range(1 + batches):
+        for _ in range(1 + count):
             mark()
-            for number in range(UNCOUNTED + batch):
+            for number in range(UNCOUNTED + 1):
                 if number == UNCOUNTED:
                     begin()
                 lock.acquire()
@@ -72,7 +95,7 @@ def tasks(urls: Sequence[str], broker: str) -> None:
 
     app.task(name=PLAIN)(body)
     app.task(name=LOCKED, base=LockedTask, lock_key="{number}")(body)
-    app.task(name=MARK)(mark)
+    app.task(name=MARK)(mark_in_worker)
     app.task(name=BEGIN)(begin)
     app.task(name=END)(end)
     words = ["--pool", "solo", "--concurrency", "1", "--loglevel", "WARNING"]
@@ -81,18 +104,24 @@ def tasks(urls: Sequence[str], broker: str) -> None:
 
 
 def main() -> None:
-    """Do all of it in one process: what takes most of the time is its start."""
+    """Do all of it in one process. callgrind begins to count after the imports, in the first turn.
+
+    An instruction takes ten times as long from then on.
+    """
     parser = argparse.ArgumentParser()
     parser.add_argument("broker")
-    parser.add_argument("batches", type=int)
-    parser.add_argument("batch", type=int)
+    parser.add_argument("pairs", type=int)
+    parser.add_argument("nodes", type=int, help="of the locked task")
     parser.add_argument("urls", nargs="+")
     given = parser.parse_args()
     gc.disable()  # its passes fall on one part or on another
     sys.setswitchinterval(PATIENCE)  # a thread that waits for the GIL would wake each 5 ms
-    pairs(given.urls[:1], given.batches, given.batch)
-    pairs(given.urls, given.batches, given.batch)
-    tasks(given.urls, given.broker)
+    for name in IMPORTED:
+        importlib.import_module(name)
+    wait_for_turn()
+    pairs(given.urls[:1], given.pairs)
+    pairs(given.urls, given.pairs)
+    tasks(given.urls[: given.nodes], given.broker)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,14 @@
-"""Count instructions: `python -m benchmarks.instructions [--quick] OLD [NEW]`.
+"""Count instructions: `python -m benchmarks.instructions [--quick] [--nodes 1] OLD [NEW]`.
 
 A pair (acquire and release) on one node and on three nodes, and a task with and without a lock in a
-solo worker, over three nodes. OLD and NEW are git revisions, or folders that have the package; NEW
-is the working tree if it is left out. Valgrind's callgrind counts what the process executes,
-and not what servers do.
+solo worker, over as many nodes as `--nodes` says, or three. OLD and NEW are git revisions, or
+folders that have the package; NEW is the working tree if it is left out. Valgrind's callgrind
+counts what the process executes, and not what servers do.
 
 The load of the machine decides how often a process waits and wakes, and so changes a count. Hence
 the trees take turns, batch by batch, and the lower quartile of the batches counts, in which nothing
-waited. No node times out meanwhile, no lock is renewed, and no garbage is collected: what that
-costs is in no figure.
+waited. No node times out meanwhile, no lock is renewed, no garbage is collected, and no timer of
+the worker fires: what that costs is in no figure.
 """
 
 from __future__ import annotations
@@ -37,10 +37,12 @@ PACKAGE = "celery_redlock"
 PROGRAM = Path(counted.__file__)
 NODES = 3
 KINDS = (  # in the order in which they are counted
-    "a pair, nodes: 1", f"a pair, nodes: {NODES}", "a plain task", f"a locked task, nodes: {NODES}",
+    "a pair, nodes: 1", f"a pair, nodes: {NODES}", "a plain task", "a locked task",
 )  # fmt: skip
-BATCH = 5  # pairs, or tasks of one kind, in a part: few, so that most parts have no wait
-FULL, QUICK = 24, 8  # parts of each kind
+PAIRS = KINDS[:2]
+BATCH = 5  # tasks of one kind in a part: few, so that most parts have no wait
+FULL, QUICK = 24, 8  # parts of each kind of tasks
+PAIR_PARTS = 3  # parts of each kind of pairs, to one of tasks
 NEW_TREE = "."  # the working tree
 PATIENCE = 3600  # s
 AIM = 1.01
@@ -52,6 +54,8 @@ def main() -> None:
     """Run the benchmark and print its table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.instructions", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="some minutes, for a look")
+    parser.add_argument("--nodes", type=int, choices=range(1, NODES + 1), default=NODES,
+                        help="of the locked task")  # fmt: skip
     parser.add_argument("old", help="a git revision, or a folder that has the package")
     parser.add_argument("new", nargs="?", default=NEW_TREE, help="the same; the working tree")
     given = parser.parse_args()
@@ -59,7 +63,8 @@ def main() -> None:
     names = (given.old, given.new)
     with contextlib.ExitStack() as stack:
         trees = [unpacked(name, Path(stack.enter_context(TemporaryDirectory()))) for name in names]
-        found = counts(trees, count, BATCH)
+        found = counts(trees, count, BATCH, given.nodes)
+    print(f"nodes of the locked task: {given.nodes}\n")
     print(report(names, *found))
 
 
@@ -75,7 +80,7 @@ def unpacked(name: str, where: Path) -> Path:
     return where
 
 
-def counts(trees: Sequence[Path], count: int, batch: int) -> list[Counts]:
+def counts(trees: Sequence[Path], count: int, batch: int, nodes: int) -> list[Counts]:
     """Return what one of each kind executes with the package of each tree.
 
     The trees take turns, batch by batch, so that the load is the same for both.
@@ -86,11 +91,11 @@ def counts(trees: Sequence[Path], count: int, batch: int) -> list[Counts]:
             urls = [node.url for node in stack.enter_context(embedded_nodes(NODES))]
             broker = stack.enter_context(EmbeddedNode())
             send(broker.url, count, batch)
-            words = [broker.url, str(count), str(batch), *urls]
+            words = [broker.url, str(PAIR_PARTS * count), str(nodes), *urls]
             folder = Path(stack.enter_context(TemporaryDirectory()))
             programs.append(Program(tree, words, folder))
             stack.callback(programs[-1].end)
-        are_at_a_mark = all(map(Program.is_at_a_mark, programs))  # they start at the same time
+        are_at_a_mark = all(map(Program.has_begun, programs))  # they start at the same time
         while are_at_a_mark:
             are_at_a_mark = all(map(Program.turn, programs))
         found = [program.parts() for program in programs]
@@ -103,7 +108,10 @@ def of_one(parts: Mapping[str, Sequence[int]], batch: int) -> Counts:
     A wait or a timer adds to the part that it falls on. The least would be a chance as well: now
     and then the replies of all nodes are there at once, which spares a part some reads.
     """
-    return {kind: quantiles(of, method="inclusive")[0] / batch for kind, of in parts.items()}
+    return {
+        kind: quantiles(of, method="inclusive")[0] / (1 if kind in PAIRS else batch)
+        for kind, of in parts.items()
+    }
 
 
 def by_kind(parts: Sequence[int], count: int) -> dict[str, Sequence[int]]:
@@ -111,10 +119,11 @@ def by_kind(parts: Sequence[int], count: int) -> dict[str, Sequence[int]]:
 
     The others are the program's start, a batch that fills caches, and the way to the next kind.
     """
-    pairs = 2 * (count + 2)
+    of_pair = PAIR_PARTS * count
+    pairs = 2 * (of_pair + 2)
     if len(parts) != 1 + pairs + 2 * (count + 1):
         raise RuntimeError(f"{len(parts)} parts were counted, for {count} batches of each kind")
-    found = [parts[2 : 2 + count], parts[count + 4 : 2 * count + 4]]
+    found = [parts[2 : 2 + of_pair], parts[of_pair + 4 : 2 * of_pair + 4]]
     tasks = parts[1 + pairs :]
     return dict(zip(KINDS, [*found, tasks[2::2], tasks[3::2]], strict=True))
 
@@ -146,8 +155,9 @@ class Program:
         if not Path(where).is_relative_to(tree):
             raise RuntimeError(f"{where.strip()} is imported, and not what {tree} has")
         self._command = [
-            "valgrind", "--tool=callgrind", "--dump-before=getloadavg", "--zero-before=getsid",
-            f"--callgrind-out-file={folder / 'out'}", sys.executable, "-P", str(PROGRAM), *words,
+            "valgrind", "--tool=callgrind", "--instr-atstart=no", "--dump-before=getloadavg",
+            "--zero-before=getsid", f"--callgrind-out-file={folder / 'out'}",
+            sys.executable, "-P", str(PROGRAM), *words,
         ]  # fmt: skip
         self._folder, self._log = folder, folder / "log"
         self._turns, theirs = socket.socketpair()
@@ -156,6 +166,14 @@ class Program:
             self._process = subprocess.Popen(
                 self._command, env=env, cwd=folder, stdin=theirs.fileno(), stdout=log, stderr=log
             )
+
+    def has_begun(self) -> bool:
+        """Wait until it is to be counted, and switch the count on."""
+        if not self.is_at_a_mark():
+            return False
+        switch = ["callgrind_control", "--instr=on", str(self._process.pid)]
+        subprocess.run(switch, check=True, capture_output=True)
+        return True
 
     def is_at_a_mark(self) -> bool:
         """Wait for the next mark, or the end."""

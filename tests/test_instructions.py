@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -9,9 +10,20 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from kombu.asynchronous import Hub, get_event_loop, set_event_loop
 
 from benchmarks import counted
-from benchmarks.instructions import KINDS, ROOT, by_kind, of_one, send, summed, unpacked
+from benchmarks.instructions import (
+    KINDS,
+    PAIR_PARTS,
+    PAIRS,
+    ROOT,
+    by_kind,
+    of_one,
+    send,
+    summed,
+    unpacked,
+)
 from tests.conftest import Nodes
 
 COUNT, BATCH = 2, 3
@@ -46,11 +58,25 @@ def test_nothing_is_counted_between_a_part_and_the_next_turn(
     assert done == ["a part ends", "the turn of another", "a part begins"]
 
 
+def test_no_timer_of_the_worker_is_left_in_a_part_that_counts(turns: socket.socket) -> None:
+    turns.send(counted.GO)
+    before = get_event_loop()
+    with contextlib.closing(Hub()) as hub:
+        set_event_loop(hub)
+        hub.timer.call_repeatedly(0.0, hub.timer.clear)
+        try:
+            counted.mark_in_worker()
+        finally:
+            set_event_loop(before)
+        assert not hub.timer.queue
+
+
 def test_parts_in_which_something_waited_do_not_count() -> None:
-    calm = {"pair": [1000, 1001, 999, 1002, 1000, 1001, 999, 1000]}
-    busy = {"pair": [1000, 1300, 999, 1900, 1000, 1250, 970, 1001]}
-    assert of_one(calm, 5)["pair"] == pytest.approx(200, rel=0.002)
-    assert of_one(busy, 5)["pair"] == pytest.approx(200, rel=0.002)
+    calm = {"task": [1000, 1001, 999, 1002, 1000, 1001, 999, 1000]}
+    busy = {"task": [1000, 1300, 999, 1900, 1000, 1250, 970, 1001]}
+    assert of_one(calm, 5)["task"] == pytest.approx(200, rel=0.002)
+    assert of_one(busy, 5)["task"] == pytest.approx(200, rel=0.002)
+    assert of_one({PAIRS[0]: calm["task"]}, 5)[PAIRS[0]] == pytest.approx(1000, rel=0.002)
 
 
 def test_a_part_of_the_count_is_found_by_its_number(tmp_path: Path) -> None:
@@ -66,7 +92,8 @@ def test_a_part_of_the_count_is_found_by_its_number(tmp_path: Path) -> None:
 def test_each_kind_gets_the_parts_that_are_its_batches(
     nodes: Nodes, turns: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    turns.send(counted.GO * 2 * (COUNT + 2))
+    pairs = PAIR_PARTS * COUNT
+    turns.send(counted.GO * 2 * (pairs + 2))
     urls = [node.url for node in nodes]
     done = ["start"]
 
@@ -76,8 +103,8 @@ def test_each_kind_gets_the_parts_that_are_its_batches(
 
     monkeypatch.setattr(os, "getloadavg", end_part)
     for size in (1, 3):
-        counted.pairs(urls[:size], COUNT, BATCH)
-        done[-COUNT - 2 : -1] = [f"first {size}", *[f"pair {size}"] * COUNT]
+        counted.pairs(urls[:size], pairs)
+        done[-pairs - 2 : -1] = [f"first {size}", *[f"pair {size}"] * pairs]
     send(urls[0], COUNT, BATCH)
     with nodes[0].client() as client:
         waiting = [json.loads(raw)["headers"] for raw in client.lrange(counted.QUEUE, 0, -1)]
@@ -91,9 +118,9 @@ def test_each_kind_gets_the_parts_that_are_its_batches(
     parts = [*done, *(batch.split()[0] for batch in batches)]
     numbered = by_kind(range(len(parts)), COUNT)
     assert {kind: [parts[place] for place in places] for kind, places in numbered.items()} == dict(
-        zip(KINDS, (["pair 1"] * 2, ["pair 3"] * 2, ["plain"] * 2, ["locked"] * 2), strict=True)
+        zip(KINDS, (["pair 1"] * 6, ["pair 3"] * 6, ["plain"] * 2, ["locked"] * 2), strict=True)
     )
-    with pytest.raises(RuntimeError, match="15 parts were counted, for 3 batches"):
+    with pytest.raises(RuntimeError, match="23 parts were counted, for 3 batches"):
         by_kind(range(len(parts)), COUNT + 1)
 
 
