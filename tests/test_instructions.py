@@ -20,6 +20,7 @@ from benchmarks.instructions import (
     ROOT,
     by_kind,
     of_one,
+    ratio,
     send,
     summed,
     unpacked,
@@ -77,6 +78,12 @@ def test_parts_in_which_something_waited_do_not_count() -> None:
     assert of_one(calm, 5)["task"] == pytest.approx(200, rel=0.002)
     assert of_one(busy, 5)["task"] == pytest.approx(200, rel=0.002)
     assert of_one({PAIRS[0]: calm["task"]}, 5)[PAIRS[0]] == pytest.approx(1000, rel=0.002)
+
+
+def test_a_ratio_is_that_of_the_parts_of_the_same_turn() -> None:
+    old = [1000, 1010, 1020, 1500, 1040]
+    assert ratio(old, [round(one * 1.02) for one in old]) == pytest.approx(1.02, rel=0.001)
+    assert ratio(old, [1020, 1030, 1040, 1050, 1061]) == pytest.approx(1.02, rel=0.001)
 
 
 def test_a_part_of_the_count_is_found_by_its_number(tmp_path: Path) -> None:
