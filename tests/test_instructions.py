@@ -81,9 +81,11 @@ def test_parts_in_which_something_waited_do_not_count() -> None:
 
 
 def test_a_ratio_is_that_of_the_parts_of_the_same_turn() -> None:
-    old = [1000, 1010, 1020, 1500, 1040]
-    assert ratio(old, [round(one * 1.02) for one in old]) == pytest.approx(1.02, rel=0.001)
-    assert ratio(old, [1020, 1030, 1040, 1050, 1061]) == pytest.approx(1.02, rel=0.001)
+    later_ones_are_longer = [1000, 1010, 1020, 1500, 1040]
+    slower = [round(one * 1.02) for one in later_ones_are_longer]
+    assert ratio(later_ones_are_longer, slower) == pytest.approx(1.02, rel=0.001)
+    with_replies_at_once = [1000, 970, 1000, 970, 1000, 970, 1000]
+    assert ratio(with_replies_at_once, [1020] * 7) == pytest.approx(1.02)
 
 
 def test_a_part_of_the_count_is_found_by_its_number(tmp_path: Path) -> None:
