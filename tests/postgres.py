@@ -11,6 +11,7 @@ import contextlib
 import functools
 import os
 import pwd
+import re
 import shutil
 import signal
 import socket
@@ -448,6 +449,32 @@ class Standby(PostgresNode):
 def standby(primary: PostgresNode, *, synchronous: bool = False) -> Standby:
     """Return a standby of a primary that runs; `with` starts it."""
     return Standby(primary, synchronous=synchronous)
+
+
+@contextlib.contextmanager
+def asked_of(node: PostgresNode) -> Iterator[list[str]]:
+    """Give a list that has in the end each statement of connections that were made meanwhile."""
+    asked: list[str] = []
+    node.query("ALTER DATABASE postgres SET log_statement = 'all'")
+    before = len(node.log())
+    try:
+        yield asked
+    finally:
+        node.query("ALTER DATABASE postgres RESET log_statement")
+    words = r"LOG:  (?:statement|execute [^:]*):\s*(.*(?:\n\t.*)*)"
+    asked += re.findall(words, node.log()[before:])
+
+
+def may_go_to_a_standby(node: PostgresNode, statement: str) -> bool:
+    """Return whether a pooler that balances reads may take a statement for one.
+
+    Pgpool-II does within a transaction, too. It keeps on the primary what locks rows, and what
+    calls a function that is VOLATILE.
+    """
+    if not statement.startswith("SELECT") or statement.endswith(("FOR KEY SHARE", "FOR UPDATE")):
+        return False
+    volatile = "SELECT count(*) FROM pg_proc WHERE proname = ANY (%s) AND provolatile = 'v'"
+    return node.query(volatile, re.findall(r"(\w+)\(", statement)) == [(0,)]
 
 
 class Pooler(Server):

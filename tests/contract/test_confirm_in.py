@@ -41,7 +41,7 @@ from tests.contract.contention import PROCESSES
 from tests.contract.renewals import renew_now
 from tests.integration.conftest import ROOT
 from tests.pages import blocks
-from tests.postgres import PostgresNode
+from tests.postgres import PostgresNode, asked_of, may_go_to_a_standby
 
 SHORT_TIMEOUT, SHORT_TTL = 1.0, 4.0  # s: of locks that expire in a test
 FREE = "SELECT FROM redlock.key WHERE name LIKE %s FOR UPDATE SKIP LOCKED"
@@ -534,6 +534,17 @@ def test_in_a_pipeline_with_autocommit_the_transaction_ends_at_the_sync(
         assert free(node) == 0
         pipeline.sync()
         eventually(lambda: free(node) == 1)
+
+
+def test_what_it_asks_is_not_for_a_standby_that_lags(node: PostgresNode, redlock: Redlock) -> None:
+    with (
+        asked_of(node) as asked,
+        redlock.lock("r", ttl=TTL) as lock,
+        cursors.psycopg_cursor(node.url) as writer,
+    ):
+        lock.confirm_in(writer.given)
+    assert len(asked) >= 3  # BEGIN, and two questions
+    assert [one for one in asked if may_go_to_a_standby(node, one)] == []
 
 
 OF_EACH_ERROR = [cursors.psycopg_cursor, cursors.psycopg2_cursor, cursors.sqlalchemy_connection]

@@ -7,7 +7,6 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
-from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 
@@ -22,7 +21,14 @@ from celery_redlock.lock.postgres import address, schema
 from tests.conftest import eventually
 from tests.integration.conftest import ROOT, close_connections
 from tests.pages import blocks
-from tests.postgres import PostgresNode, pooler, standby, standing_node
+from tests.postgres import (
+    PostgresNode,
+    asked_of,
+    may_go_to_a_standby,
+    pooler,
+    standby,
+    standing_node,
+)
 
 SCHEMAS = json.loads((ROOT / "docs" / "command-line.schema.json").read_text())
 PAGE = ROOT / "docs" / "how-to" / "postgresql.md"
@@ -257,21 +263,9 @@ def test_the_doctor_counts_connections_and_long_transactions(
 
 
 def test_what_setup_and_doctor_ask_is_not_for_a_standby_that_lags(server: PostgresNode) -> None:
-    """A pooler that balances reads sends none of a transaction that began with what may write."""
-    server.query("ALTER DATABASE postgres SET log_statement = 'all'")
-    before = len(server.log())
-    assert setup(server.url).exit_code == 0
-    assert setup(server.url).exit_code == 0
-    doubts(server.url)
-    server.query("ALTER DATABASE postgres RESET log_statement")
-    words = r"LOG:  (?:statement|execute [^:]*): *(\S+ ?\S*)"
-    asked, is_open = re.findall(words, server.log()[before:]), False
-    for one, after in pairwise(asked):
-        if one.startswith("BEGIN"):
-            is_open = True
-            assert after.startswith("SELECT pg_catalog.set_config('search_path'")
-        elif one.startswith("COMMIT"):
-            is_open = False
-        else:
-            assert is_open or "set_config" in one or one.startswith("ALTER"), asked
+    with asked_of(server) as asked:
+        assert setup(server.url).exit_code == 0
+        assert setup(server.url).exit_code == 0
+        doubts(server.url)
     assert sum(one.startswith("BEGIN") for one in asked) == 3
+    assert [one for one in asked if may_go_to_a_standby(server, one)] == []

@@ -20,7 +20,8 @@ from celery_redlock.lock.transport.command import encoded
 # and has our value is ours. The words are in hex, so that no driver's style of parameters matters.
 _CONFIRM = "SELECT 1 FROM redlock.key WHERE (id, value) IN ({}) FOR KEY SHARE"
 # A row lock needs a transaction id. With autocommit it has ended with the statement before.
-_IS_OPEN = "SELECT 1 WHERE pg_current_xact_id_if_assigned() IS NOT NULL"
+# `clock_timestamp` is VOLATILE: a pooler that balances reads sends that to no standby.
+_IS_OPEN = "SELECT clock_timestamp() WHERE pg_current_xact_id_if_assigned() IS NOT NULL"
 _NO_SCHEMA = ("3F000", "42P01")
 _NOT_SEEN = (
     "the transaction does not see its row: another holder has it, the snapshot is older than the "

@@ -14,9 +14,10 @@ MOST_USED = 0.8  # of max_connections
 LONG = "5 minutes"  # of a transaction: until it ends, no row that was deleted since is vacuumed
 # Before all else, and alone: the server reads the strings of a whole query by one setting.
 STRINGS = "SET LOCAL standard_conforming_strings = on"
-# The first of a transaction. A pooler that sends reads to a lagging standby sends there none
-# of a transaction that has called what is not STABLE.
-_ON_THE_PRIMARY = "SELECT pg_catalog.set_config('search_path', 'pg_catalog', true)"
+_PATH = "SELECT pg_catalog.set_config('search_path', 'pg_catalog', true)"
+# A column of each question. Pgpool-II may balance reads within a transaction, too, even after a
+# write. But it sends none to a standby, which may lag, that calls what is VOLATILE.
+_ON_THE_PRIMARY = "pg_catalog.clock_timestamp()"
 _TRUST = """
 -- A new schema has forgotten no lock, so its server votes at once, unless one was dropped whose
 -- clients are still connected. It has no tenure yet: a client that knew another server, as by a
@@ -28,7 +29,7 @@ WHERE current_setting('redlock.setup') = 'new' AND NOT EXISTS (
     AND application_name IN ({applications}) AND pid <> pg_backend_pid());
 """
 _FACTS = """
-SELECT current_setting('fsync'), current_setting('full_page_writes'),
+SELECT pg_catalog.clock_timestamp(), current_setting('fsync'), current_setting('full_page_writes'),
   current_setting('default_transaction_isolation'), current_setting('statement_timeout'),
   coalesce(current_setting('idle_session_timeout', true), '0'),
   current_setting('synchronous_standby_names'),
@@ -58,10 +59,13 @@ def _literal(name: str) -> str:
 
 def schema_version(connection: Any) -> int | None:
     """Return the version of the schema that is there; None for none. connection: psycopg's."""
-    found = connection.execute("SELECT to_regprocedure('redlock.version()')").fetchone()
-    if found[0] is None:
+    if _asked(connection, "to_regprocedure('redlock.version()')") is None:
         return None
-    return int(connection.execute("SELECT redlock.version()").fetchone()[0])
+    return int(_asked(connection, "redlock.version()"))
+
+
+def _asked(connection: Any, expression: str) -> Any:
+    return connection.execute(f"SELECT {_ON_THE_PRIMARY}, {expression}").fetchone()[1]
 
 
 def other_schema(version: int) -> str:
@@ -79,12 +83,12 @@ def create_schema(
     "trusted" for a new one, or "new" for one whose server begins with a grace period.
     """
     with connection.transaction():
-        connection.execute(_ON_THE_PRIMARY)
+        connection.execute(_PATH)
         if schema_version(connection) == VERSION:
             return "there"
         connection.execute(STRINGS)
         connection.execute(schema_sql(prefix, applications))
-        return str(connection.execute("SELECT current_setting('redlock.setup')").fetchone()[0])
+        return str(_asked(connection, "current_setting('redlock.setup')"))
 
 
 def doubts_of(connection: Any, unheard: str = "") -> list[tuple[str, str, str]]:
@@ -93,9 +97,9 @@ def doubts_of(connection: Any, unheard: str = "") -> list[tuple[str, str, str]]:
     unheard: why no message arrives; "" if they do.
     """
     with connection.transaction():
-        connection.execute(_ON_THE_PRIMARY)
+        connection.execute(_PATH)
         row, version = connection.execute(_FACTS, [LONG]).fetchone(), schema_version(connection)
-    fsync, full_pages, isolation, timeout, idle, synchronous, streaming, *rest = row
+    _, fsync, full_pages, isolation, timeout, idle, synchronous, streaming, *rest = row
     confirming, used, most, long_ones, sees_all, user = rest
     crash = "a crash may lose locks: set it to on"
     lost = (
