@@ -14,6 +14,7 @@ import shutil
 import socket
 import subprocess
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass
@@ -178,6 +179,28 @@ def nobody_listens(node: EmbeddedNode) -> Iterator[Address]:
     node.start()
 
 
+def it_closes_at_the_first_command(node: EmbeddedNode) -> Iterator[Address]:
+    """Do as a proxy that reads commands and does not know one, or that has lost its server."""
+    node.kill()
+
+    def serve() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                client, _ = listener.accept()
+                with client:
+                    client.recv(65536)
+
+    with socket.create_server(("127.0.0.1", node.port)) as listener:
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            yield None
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)
+            thread.join()
+    node.start()
+
+
 def it_is_frozen(node: EmbeddedNode) -> Iterator[Address]:
     node.pause()
     try:
@@ -268,6 +291,9 @@ Tls = functools.partial(Wrong, tls=True)
 # fmt: off
 TROUBLES: dict[str, Trouble] = {
     "nobody listens": Trouble("refused", befall=nobody_listens, config={}),
+    "a proxy that closes": Trouble(
+        "(?:closed|reset) by .* instead of a reply", "a proxy",
+        befall=it_closes_at_the_first_command, config={}),
     "frozen": Trouble(
         "timed out|no answer|Timeout reading", befall=it_is_frozen, in_use=True, stalls=True),
     "loading": Trouble("is loading the dataset", befall=loading, since=7, config=SLOW_TO_LOAD),

@@ -67,6 +67,7 @@ CONNECTIONS = [
     (False, "Timeout reading from socket"),
     (False, "Error while reading from socket: (104, 'Connection reset by peer')"),
     (False, "connection closed by the server"),
+    (False, "connection closed by the server instead of a reply"),
     (False, "Connection closed by server"),
     (False, "[Errno 32] Broken pipe"),
     (False, "EOF occurred in violation of protocol (_ssl.c:2427)"),

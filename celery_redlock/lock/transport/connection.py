@@ -212,6 +212,8 @@ class DialledParser(DefaultParser):  # type: ignore[misc, valid-type]
             self._socket.settimeout(self._timeout)
         except TimeoutError:
             raise redis.TimeoutError("Timeout reading from socket") from None
+        except ConnectionError as error:
+            raise redis.ConnectionError(f"{error} instead of a reply") from None
         except OSError as error:
             raise redis.ConnectionError(str(error)) from None
         except hiredis.ProtocolError as error:
@@ -229,7 +231,9 @@ class DialledParser(DefaultParser):  # type: ignore[misc, valid-type]
         if left <= 0:
             raise TimeoutError
         self._socket.settimeout(left)
-        return self._socket.recv(MOST_AT_ONCE) or refuse(ENDED)
+        if not (data := self._socket.recv(MOST_AT_ONCE)):
+            raise ConnectionError(ENDED)
+        return data
 
 
 _send, _recv = keeping_gil.send, keeping_gil.recv
