@@ -24,8 +24,7 @@ NO_SSL = b"N"
 class MixingGateway:
     """Listens on a port of its own for one node, or a pooler.
 
-    cancels: how many cancel requests have come. They are handed on while `passes_cancels` is set.
-
+    cancels: how many cancel requests have come.
     replies: every reply that was handed on, of all clients, in order. The first of each connection
     are those to its handshake.
     """
@@ -39,8 +38,6 @@ class MixingGateway:
         self._before: list[bytes] = []  # to hand on before the next reply
         self._withheld: list[bytes] | None = None
         self.cancels = 0
-        self.passes_cancels = threading.Event()
-        self.passes_cancels.set()
         self._ends: list[socket.socket] = []
         threading.Thread(target=self._accept, daemon=True).start()
 
@@ -68,7 +65,6 @@ class MixingGateway:
     def close(self) -> None:
         """End all connections, and listen no more."""
         self._listener.close()
-        self.passes_cancels.set()
         for end in self._ends:
             with contextlib.suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
@@ -89,7 +85,6 @@ class MixingGateway:
             while data := client.recv(65536):
                 if data.startswith(CANCEL):
                     self.cancels += 1
-                    self.passes_cancels.wait()
                 node.sendall(data)
         _end(node)
 

@@ -6,7 +6,7 @@ import logging
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import pytest
 
 from celery_redlock import LockTaken, QuorumUnreachable, Redlock
 from celery_redlock.lock.node_status import read_nodes
+from celery_redlock.lock.postgres.address import address_of
 from celery_redlock.lock.transport.node import LONGEST_RECONNECT
 from tests.conftest import NODE_TIMEOUT, TTL, eventually, settle
 from tests.contract.postgres_calls import valid_until
@@ -240,6 +241,9 @@ class TestASynchronousStandby:
                 eventually(lambda: not node.query(WAITS_FOR_STANDBY))
                 left = pool.submit(is_refused, slow, "t")
                 eventually(lambda: node.query(WAITS_FOR_STANDBY))
+                with closing(address_of(node.url).dial(60)) as asker:
+                    asker.send_command("ENDWAITS")
+                    assert asker.read_response() == 0  # its client still waits
             assert left.result()
             eventually(lambda: not node.query(WAITS_FOR_STANDBY))
 

@@ -7,7 +7,6 @@ it has handed on before. Such a reply is no vote, and costs the connection.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -122,20 +121,11 @@ def test_a_wrong_reply_costs_the_connection_and_says_why(
     eventually(lambda: "another call" in caplog.text)
 
 
-def test_a_cancel_through_a_pooler_is_one_and_is_never_dropped(
-    node: PostgresNode, pool: ThreadPoolExecutor
-) -> None:
-    timeout = 0.5
+def test_no_cancel_request_goes_through_a_pooler(node: PostgresNode) -> None:
     with pooler(node) as between, mixing_gateway(between) as gateway:
-        dialled = address_of(gateway.url).dial(60, timeout)
+        dialled = address_of(gateway.url).dial(60, 0.5)
         assert dialled.is_pooled
         with gateway.withholding():
             dialled.send_command("PING")
-            gateway.passes_cancels.clear()
-            closes = pool.submit(dialled.disconnect)
-            eventually(lambda: gateway.cancels)
-            with pytest.raises(TimeoutError):
-                closes.result(3 * timeout)
-            gateway.passes_cancels.set()
-            closes.result(60)
-        assert gateway.cancels == 1
+            dialled.disconnect()
+        assert gateway.cancels == 0

@@ -88,6 +88,10 @@ class PostgresDialled:
             pipeline.isolate_each()
         self.server_pid = int(pid)
         self.is_pooled = pipeline.is_pooled = self.server_pid != pipeline.connection.backend_pid
+        if self.is_pooled:
+            self.send_command("ENDWAITS")
+            with contextlib.suppress(redis.ResponseError):  # its user may not have that right
+                self.read_response()
 
     def pack_commands(self, commands: Iterable[Sequence[Any]]) -> list[bytes]:
         return [_packed(words) for words in commands]

@@ -54,9 +54,6 @@ FOREIGN = "the reply to another call has come: a pooler mixes up its clients"
 COLUMNS = 5  # of a reply: two settings, the server's run id, what the function returns, its call
 MARK_BYTES = 8  # random, of each connection
 CANCEL_AGAIN = 0.02  # seconds: a cancel request that comes between two calls has no effect
-# Seconds for a cancel request through a pooler. pgbouncer 1.18 has ended, for all its clients, by
-# requests that were dropped half-way; and each request takes one of its connections.
-LONGEST_CANCEL = 10.0
 _ISOLATE = b"SET transaction_isolation TO 'read committed'"  # of the transaction up to the sync
 
 
@@ -80,6 +77,7 @@ class Pipeline:
     def __init__(self, connection: pq.abc.PGconn, timeout: float) -> None:
         self.connection, self._timeout = connection, timeout
         self._lock_timeout = b"%d" % max(1, LOCK_TIMEOUT * timeout * 1000)
+        self._bound = b"/*%d*/" % max(1, timeout * 1000)  # ms, for ENDWAITS in `schema.sql`
         self.is_pooled = False  # whether a pooler stands between
         self._isolates = False  # whether each call sets its isolation level: see `isolate_each`
         self._requests, self._parser = hiredis.Reader(), hiredis.Reader()
@@ -119,6 +117,7 @@ class Pipeline:
         formats = [0, 0, 0, *[1] * arrays]
         connection = self.connection
         values = [self._lock_timeout, mark, self._run_id or b"", *values]
+        statement = self._bound + statement if self.is_pooled else statement
         try:
             if self._isolates:
                 connection.send_query_params(_ISOLATE, None)
@@ -150,7 +149,7 @@ class Pipeline:
         return True
 
     def finish(self) -> None:
-        """Close once each call is answered or late: a pooler cancels what is still running."""
+        """Close once each call is answered or late: a pooler ends what is still running."""
         until = CLOCK.now() + self._timeout
         try:
             with suppress(OSError, ValueError):  # the connection is at its end already
@@ -163,28 +162,25 @@ class Pipeline:
         """Cancel the calls that still run, and close. timeout: seconds; None: a node timeout.
 
         A commit that waits for its standby looks at no socket, so its process would outlive a close
-        for as long. Closes last: a pooler knows no call of a client that has gone. Through a pooler
-        a request is never dropped half-way, and comes again only once one call has ended.
+        for as long. Through a pooler it only closes: by cancel requests, as the stalls of a server
+        let them come, pgbouncer 1.18 has ended for all of its clients. The next one that connects
+        there ends such a commit: each call begins with how long its client waits.
         """
         until = CLOCK.now() + (self._timeout if timeout is None else timeout)
         try:
             with suppress(OSError, ValueError, psycopg.Error):  # the latter: of libpq before 17
                 while self._expected and self._can_cancel and CLOCK.now() < until:
-                    if not self.is_pooled:
-                        self._request_cancel(until)
-                        self.exchange(min(until, CLOCK.now() + CANCEL_AGAIN))
-                        continue
-                    self._request_cancel(CLOCK.now() + LONGEST_CANCEL)
-                    left = len(self._expected)
-                    while len(self._expected) == left and self.exchange(until):
-                        pass
+                    self._request_cancel(until)
+                    self.exchange(min(until, CLOCK.now() + CANCEL_AGAIN))
         finally:
             self.close()
 
     @property
     def _can_cancel(self) -> bool:
-        """Whether the connection has not ended by itself, and libpq is new enough."""
+        """Whether it is the server's, has not ended by itself, and libpq is new enough."""
         connection = self.connection
+        if self.is_pooled:
+            return False
         return connection.status == pq.ConnStatus.OK and hasattr(connection, "cancel_conn")
 
     def _request_cancel(self, until: float) -> None:

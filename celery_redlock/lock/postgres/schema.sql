@@ -1065,6 +1065,12 @@ BEGIN
       current_setting('default_transaction_isolation'), pg_backend_pid()::text,
       pg_is_in_recovery()::text, current_setting('standard_conforming_strings'),
       current_setting('client_min_messages')]::bytea[]);
+  -- End commits that wait for their standby for longer than their clients, by what their calls begin
+  -- with. Only those of a pooler's clients begin so: nothing else would end them.
+  WHEN 'ENDWAITS' THEN
+    RETURN redlock.integer(count(pg_cancel_backend(pid))) FROM pg_stat_activity
+    WHERE wait_event = 'SyncRep' AND usename = session_user AND query_start < clock_timestamp()
+      - substring(query, '^/\*(\d{1,9})\*/SELECT')::int * interval '1 millisecond';
   WHEN 'SUBSCRIBE' THEN
     EXECUTE format('LISTEN %I', redlock.channel(w[2]));
     PERFORM pg_advisory_lock_shared(redlock.hash(w[2], 2));

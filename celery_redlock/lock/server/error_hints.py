@@ -32,7 +32,9 @@ _TEMPORARY = {  # costs a vote in this round; some of these errors end only if a
     "MISCONF": "it cannot save to disk: its log says why",
     "OOM|when used memory >": "its memory is full: raise its maxmemory",
     "no answer (?:within|in time)|timed out|Timeout (?:reading|writing)": "",
-    "[Cc]onnection (?:closed|reset) by [a-z ]+ instead of a reply": "see what answers there: a proxy without its server, or one that reads the commands",
+    "[Cc]onnection (?:closed|reset) by [a-z ]+ instead of a reply": (
+        "see what answers there: a proxy without its server, or one that reads the commands"
+    ),
     "[Cc]onnection (?:closed|reset)|Broken pipe|EOF occurred": "",
     "an unexpected answer|interrupted a command": "",
     "not a reply of its script": "see what answers there: a proxy, or another program",
