@@ -31,6 +31,7 @@ __all__ = [
     "LockLostEvent",
     "LockReleasedEvent",
     "LockSkippedEvent",
+    "MessagesRecoveredEvent",
     "NodeFailedEvent",
     "NodeRecoveredEvent",
     "lock_acquired",
@@ -40,6 +41,7 @@ __all__ = [
     "lock_lost",
     "lock_released",
     "lock_skipped",
+    "messages_recovered",
     "node_failed",
     "node_recovered",
 ]
@@ -62,6 +64,7 @@ lock_lost = _signal("lock_lost")
 lock_extended = _signal("lock_extended")
 node_failed = _signal("node_failed")
 node_recovered = _signal("node_recovered")
+messages_recovered = _signal("messages_recovered")
 
 # what a worker's main process does for a release, or without one; see LockHandedOffEvent
 HANDOFF_STEPS = ("named", "acted", "ladder", "fallback")
@@ -102,6 +105,20 @@ class LockSkippedEvent:
     resource: str
     reason: str
     rate: str = ""
+
+
+@dataclass(frozen=True)
+class MessagesRecoveredEvent:
+    """A worker moved the messages of a dead worker back to their queues.
+
+    worker: the name of the dead one. messages: how many were moved. kept: how many were not, as
+    they were moved too often in a row. The sender is the consumer of
+    the worker that moved them; sent in a thread of its main process.
+    """
+
+    worker: str
+    messages: int
+    kept: int = 0
 
 
 SIGNALS = {  # of the records that the lock's floor makes

@@ -34,6 +34,7 @@ from celery_redlock.tasks.body import notify_bodies
 from celery_redlock.tasks.children import reaper
 from celery_redlock.tasks.delivery.route import RecordQueueNames
 from celery_redlock.tasks.execution import outcomes, run
+from celery_redlock.tasks.recovery.step import RecoverMessages
 from celery_redlock.tasks.unique import claim, send
 from celery_redlock.tasks.waiting import room
 
@@ -52,6 +53,7 @@ STEPS: tuple[tuple[str, type[Any]], ...] = (
     ("worker", startup.RefuseToStart),
     ("consumer", RecordQueueNames),
     ("consumer", room.WaitingRoom),
+    ("consumer", RecoverMessages),
 )
 # a worker's main process, before its pool is made; in this order
 PREPARATIONS: tuple[Callable[..., object], ...] = (

@@ -26,6 +26,8 @@ _STRATEGY = "celery.worker.strategy:default"
 _REDIS = "kombu.transport.redis:Channel"
 _HELD = "a deferral waits in a worker, as with other queues than RabbitMQ's quorum queues"
 _SLOWER = "a deferral takes longer"
+_VIRTUAL = "kombu.transport.virtual.base"
+_LATER = "a dead worker's messages come back after the visibility timeout"
 _LAST = "a message that a worker gives back goes to the end of its queue"
 _CUT = "a soft time limit is held off whatever handles it"
 _RATE = "what waited in a worker for its lock does not wait for Celery's rate limit as well"
@@ -134,6 +136,14 @@ LESSER = (
     LesserName(
         f"{_REDIS}._get_message_priority", "send to a queue's head", "message, reverse",
         otherwise=_LAST,
+    ),
+    LesserName(f"{_VIRTUAL}:Transport._callbacks", "name a worker lease in a delivery tag",
+               otherwise=_LATER),
+    LesserName(f"{_REDIS}._fanout_queues", "leave what is sent to each worker", otherwise=_LATER),
+    LesserName(f"{_VIRTUAL}:QoS._quick_ack", "forget a message that was moved", otherwise=_LATER),
+    LesserName(
+        f"{_REQUEST}.on_accepted", "begin nothing that was moved while it waited for a thread",
+        "pid, time_accepted", otherwise="it begins, and finds its lock taken",
     ),
     LesserName(
         f"{_REDIS}._expires", "let a queue expire", otherwise="it may stay", is_optional=True

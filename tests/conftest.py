@@ -6,6 +6,7 @@ import fcntl
 import functools
 import gc
 import importlib.metadata
+import logging
 import os
 import shutil
 import signal
@@ -137,6 +138,22 @@ def see_listening(app: celery.Celery, name: str, within: float = 60.0) -> list[s
 
     eventually(answers, within)
     return where
+
+
+@pytest.fixture
+def process_as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Put back what a worker changes in the process that it runs in: its app, and all logging.
+
+    And that it reads the settings of nodes once, and that no task waits for another one.
+    """
+    monkeypatch.setattr(_state, "_task_join_will_block", False)
+    monkeypatch.setattr("celery_redlock.tasks.per_app._is_worker", False)
+    root, apps = logging.getLogger(), (_state.default_app, _state._tls.current_app)
+    level, handlers = root.level, [*root.handlers]
+    yield
+    root.setLevel(level)
+    root.handlers[:] = handlers
+    _state.default_app, _state._tls.current_app = apps
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -63,6 +63,10 @@ class Metrics:
         self.extended = counter("extended", "Renewals that a quorum confirmed.", "task")
         self.handoffs = counter("handoffs", "Steps of hand-offs in this worker.", "task", "step")
         self.node_failed = counter("node_failed", "Times that a node stopped answering.", "node")
+        text = "Messages of dead workers that this worker moved back to their queues."
+        self.recovered = counter("recovered", text)
+        text = "Messages of dead workers that stay unacknowledged, as they were moved too often."
+        self.stranded = counter("stranded", text)
         self.waited = histogram("wait", "Seconds from a message's first try to its lock.")
         self.held = histogram("hold", "Seconds from a lock's grant to its release.")
         self.handoff = histogram("handoff", "Seconds from a release's message to the next lock.")
@@ -77,6 +81,7 @@ class Metrics:
             (signals.lock_lost, _incrementing(self.lost)),
             (signals.lock_extended, _incrementing(self.extended)),
             (signals.node_failed, self._on_node_failed),
+            (signals.messages_recovered, self._on_recovered),
         )
         for signal, receiver in self._connections:
             signal.connect(receiver, weak=False)
@@ -122,6 +127,10 @@ class Metrics:
 
     def _on_node_failed(self, event: Any = None, **_: Any) -> None:
         self.node_failed.labels(event.node).inc()
+
+    def _on_recovered(self, event: Any = None, **_: Any) -> None:
+        self.recovered.inc(event.messages)
+        self.stranded.inc(event.kept)
 
 
 def _incrementing(counter: Any, *fields: str) -> Callable[..., None]:

@@ -16,6 +16,8 @@ from celery_redlock.operate.lints import ADVICE, ERROR, Lint, lint, listed, lock
 from celery_redlock.tasks.arguments import BEHIND_A_DECORATOR
 from celery_redlock.tasks.declaration import ENTRY, config_of
 from celery_redlock.tasks.per_app import settings_of
+from celery_redlock.tasks.recovery.survey import has_leases
+from celery_redlock.tasks.recovery.tags import always_locks
 from celery_redlock.tasks.settings.levels import time_limit_of, visibility_timeout
 from celery_redlock.tasks.startup import locked_tasks
 from celery_redlock.tasks.task import LockedTask
@@ -66,7 +68,10 @@ def left_open(app: Any) -> tuple[Lint, ...]:
     if wrapped := [task.name for task in tasks if config_of(task).arrivals is not None]:
         hint = f"{listed(wrapped)}: {BEHIND_A_DECORATOR}"
         found.append(Lint(ADVICE, "task: decorator", "functools.wraps", hint))
-    if (late := [task.name for task in tasks if task.acks_late]) and visibility is not None:
+    late = [task.name for task in tasks if task.acks_late]
+    if late and settings.recovery and has_leases(app):  # after seconds, but for these
+        late = [task.name for task in tasks if task.acks_late and not _is_recovered(task)]
+    if late and visibility is not None:
         hint = (
             f"{listed(late)}: after a worker is killed, the broker delivers its messages again "
             f"after {visibility:g} s: lower it, unless a body without a lock or an eta is longer"
@@ -81,6 +86,14 @@ def left_open(app: Any) -> tuple[Lint, ...]:
         )
         found.append(Lint(ADVICE, "app: redlock_tasks", "unique_for or debounce", hint))
     return tuple(found)
+
+
+def _is_recovered(task: LockedTask) -> bool:
+    """Return whether each run of a task holds a lock, so that workers move its messages."""
+    try:
+        return always_locks(config_of(task).options_for(queue_of_task(task)))
+    except SettingsError:  # `lint` tells of it
+        return True
 
 
 def _is_unbounded(task: LockedTask) -> bool:

@@ -15,6 +15,8 @@ late, it is kept instead, and waits in the worker's waiting room.
 from __future__ import annotations
 
 import logging
+import os
+import sys
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -42,6 +44,8 @@ from celery_redlock.tasks.delivery.delivery import (
 from celery_redlock.tasks.delivery.republish import publish
 from celery_redlock.tasks.delivery.route import CAME_BACK, QUEUE
 from celery_redlock.tasks.execution.outcomes import Deferred
+from celery_redlock.tasks.recovery.keeper import MovedAwayError, refused, still_owned
+from celery_redlock.tasks.recovery.step import QUICK_ACK
 from celery_redlock.tasks.reporting import StateReporter
 from celery_redlock.tasks.unique.claim import end_claim
 from celery_redlock.tasks.waiting.room import rooms_of
@@ -53,6 +57,15 @@ def noop(*_: Any, **__: Any) -> None:
     """Do nothing."""
 
 
+def is_this_flow(pid: int) -> bool:
+    """Return whether a run has begun in this thread or greenlet, not in a child. pid: the pool's.
+
+    Source: celery.concurrency.gevent gives the id of the greenlet as the pid.
+    """
+    getcurrent = getattr(sys.modules.get("greenlet"), "getcurrent", None)
+    return pid == os.getpid() or (getcurrent is not None and pid == id(getcurrent()))
+
+
 class Request(celery.worker.request.Request):
     """What `LockedTask.Request` names; a task's own class may derive from it.
 
@@ -61,6 +74,7 @@ class Request(celery.worker.request.Request):
     Source: celery.worker.strategy makes one for each delivery.
     """
 
+    acknowledged: bool
     is_handed_back = False
     is_revoked = False
     is_deferred_here = False
@@ -135,8 +149,13 @@ class Request(celery.worker.request.Request):
     def revoked(self) -> bool:
         """Return whether the message has ended before its run, unless the run decides that.
 
-        Source: celery.worker.strategy and celery.worker.request: Request.execute_using_pool ask.
+        It has as well if it was moved away. Source: celery.worker.strategy asks, and just before a
+        request goes to the pool celery.worker.request: create_request_cls, which overrides
+        `execute_using_pool`.
         """
+        if not still_owned(self.message.delivery_tag):
+            self._leave()
+            return True
         if self._is_for_another_queue:  # no state and no event is to tell of it
             return False
         return bool(super().revoked()) and not self.is_revoked
@@ -168,6 +187,31 @@ class Request(celery.worker.request.Request):
         then = noop if terminated else end
         reporter.revoked_untried(reason, store_result=self.store_errors, then=then)
 
+    def on_accepted(self, pid: int, time_accepted: float) -> None:
+        """Begin the run; of one that was moved while it waited for a thread, have the run end.
+
+        Source: celery.concurrency.base: apply_target calls it in the thread or greenlet of the run.
+        """
+        tag = str(self.message.delivery_tag)
+        if is_this_flow(pid) and not still_owned(tag):
+            refused[tag] = self
+            return
+        super().on_accepted(pid, time_accepted)
+
+    def _leave(self) -> None:
+        """Drop the message from this worker's own books: it was moved, so another worker has it.
+
+        It is not acknowledged, and not published again at a warm shutdown.
+        """
+        state.task_ready(self)
+        if self.acknowledged:
+            return
+        self.acknowledged = True
+        # counts for the prefetch alone, while `ack` would ask the broker
+        getattr(self.message.channel.qos, QUICK_ACK)(self.message.delivery_tag)
+        extra = {"event": "message_moved_away", "task": self.name, "task_id": self.id}
+        logger.info("%s[%s] is with another worker", self.name, self.id, extra=extra)
+
     def reject(self, requeue: bool = False) -> None:
         self.is_handed_back = self.is_handed_back or requeue
         super().reject(requeue)
@@ -181,6 +225,9 @@ class Request(celery.worker.request.Request):
         error = exc_info.exception
         if isinstance(getattr(error, "exc", None), Deferred):  # of a pool in this process
             error = error.exc
+        if isinstance(getattr(error, "exc", error), MovedAwayError):
+            self._leave()
+            return
         if isinstance(error, Deferred):
             for room in rooms_of(self.app):
                 room.note_refusal(error.header.deferral)
@@ -192,6 +239,9 @@ class Request(celery.worker.request.Request):
 
     def _stay(self, header: LockHeader) -> None:
         """Let the message wait here, unacknowledged, as one that was never in the pool."""
+        if not still_owned(self.message.delivery_tag):
+            self._leave()
+            return
         state.task_ready(self)
         # back to the class' own: if the message were terminated, Celery would kill that process
         for name in ("time_start", "worker_pid", "_apply_result"):
@@ -222,6 +272,9 @@ class Request(celery.worker.request.Request):
         whether the broker has taken it; if not, the message stays there as it came.
         """
         if self.acknowledged or getattr(self, "_already_revoked", False):
+            return True
+        if not still_owned(self.message.delivery_tag):
+            self._leave()
             return True
         delivery, left = self.delivery, self.eta - utc_now()
         delivery.request.__dict__[ARGUMENTS] = self.args, self.kwargs

@@ -974,7 +974,9 @@ def test_workers_that_wait_are_shown_in_order_and_it_is_said_that_they_do_not_an
     ranks = r"k:k +0 +celery@web2 .* 2 of 3 +gone\nk:k +1 +celery@web1 .* 2 of 3 +gone\n"
     assert re.search(ranks, told)
     for name in ("celery@web1", "celery@web2"):  # nobody listens as them
-        line = f"{name} is gone: the broker delivers the messages that waited in it again, within"
+        line = (
+            f"{name} is gone: its messages with a worker lease are back in their queues; the broker"
+        )
         assert told.count(line) == 1
     assert f"no waiter for k:wrong can register on {names[0]}: " in told
     assert f"{names[2]} cannot be queried: " in told

@@ -12,5 +12,7 @@ clocks, servers. One random number, the seed, decides everything that happens in
 - `invariants`: what must be true after every event
 - `schedules`: worlds from seeds, and exact interleavings written as lists of steps
 - `mutants`: the shortcuts that must be caught, as patches of the shipped code
+- `recovery`: workers with worker leases on one `broker`, their faults, and all of that again:
+  `recovery_invariants`, `recovery_steps`, `recovery_mutants`
 - `runner`: many schedules on all cores: `python3 -m tests.simulation --help`
 """

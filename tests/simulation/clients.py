@@ -12,7 +12,7 @@ import select
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from celery_redlock.lock.client import Redlock
 from celery_redlock.lock.engine import acquirer as acquirer_module
@@ -37,12 +37,21 @@ class SoftTimeLimit(Exception):  # noqa: N818 - as billiard names it
     """What a signal handler raises in the middle of anything."""
 
 
+class Stepping(Protocol):
+    """A process: its world, and its points of I/O."""
+
+    world: World
+
+    def step(self) -> None:
+        """Pass a point of I/O."""
+
+
 class Clock:
     """A process's clocks. rate: s of its clock in a real s; wall_error: s its calendar is ahead."""
 
     resolution = 0.0
 
-    def __init__(self, process: Process, rate: float, offset: float, wall_error: float) -> None:
+    def __init__(self, process: Stepping, rate: float, offset: float, wall_error: float) -> None:
         self._process, self._world = process, process.world
         self.rate, self._offset, self.wall_error = rate, offset, wall_error
 

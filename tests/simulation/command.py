@@ -7,10 +7,8 @@ import random
 from collections.abc import Sequence
 
 from tests.simulation.clients import simulated_system
-from tests.simulation.faults import PROFILES
 from tests.simulation.invariants import Violation
-from tests.simulation.runner import SEEDS, run_many, summary
-from tests.simulation.schedules import Schedule
+from tests.simulation.runner import NAMES, SEEDS, run_many, schedule_of, summary
 
 
 def main() -> int:
@@ -18,7 +16,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python3 -m tests.simulation")
     parser.add_argument("--seconds", type=float, default=60.0, help="how long; 60")
     parser.add_argument("--schedules", type=int, default=0, help="how many, instead of how long")
-    parser.add_argument("--profile", choices=sorted(PROFILES), help="of schedules; all in turn")
+    parser.add_argument("--profile", choices=NAMES, help="of schedules; all in turn")
     parser.add_argument("--seed", type=int, help="run this schedule alone, and say what happens")
     words = parser.parse_args()
     if words.seed is not None:
@@ -30,7 +28,7 @@ def main() -> int:
 def replay(profile: str, seed: int) -> int:
     """Run one schedule and print what happens in it."""
     with simulated_system():
-        schedule = Schedule(PROFILES[profile], seed, trace=True)
+        schedule = schedule_of(profile, seed, trace=True)
         try:
             schedule.run()
         except Violation as violation:

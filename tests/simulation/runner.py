@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from tests.simulation.clients import simulated_system
 from tests.simulation.faults import PROFILES
 from tests.simulation.invariants import Violation
+from tests.simulation.recovery import PROFILE as RECOVERY
+from tests.simulation.recovery import Recovery
 from tests.simulation.schedules import Schedule
 
 # of the tests, 20 of each profile; CI and the nights run many more by `python3 -m tests.simulation`
@@ -24,6 +26,7 @@ COLLECT = 20  # schedules after which garbage is collected
 BATCH = 1000  # chunks
 FEW = 1000  # schedules that are over before other processes have imported Celery
 MOST_FAILURES = 10  # after which it ends early
+NAMES = [*sorted(PROFILES), RECOVERY]  # of all profiles: of locks, and that of worker leases
 SEEDS = 1_000_000_000  # what a seed is below
 
 
@@ -87,10 +90,17 @@ def garbage_collected_by_hand() -> Iterator[Callable[[], int]]:
         gc.unfreeze()
 
 
+def schedule_of(profile: str, seed: int, *, trace: bool = False) -> Schedule | Recovery:
+    """Return the schedule of a profile and a seed."""
+    if profile == RECOVERY:
+        return Recovery.drawn(seed, trace=trace)
+    return Schedule(PROFILES[profile], seed, trace=trace)
+
+
 def run_one(profile: str, seed: int) -> Outcome:
     """Run one schedule in a simulated system."""
     outcome = Outcome()
-    schedule = Schedule(PROFILES[profile], seed)
+    schedule = schedule_of(profile, seed)
     try:
         schedule.run()
     except Violation as violation:
@@ -124,7 +134,7 @@ def run_many(
     A few run in this process.
     """
     outcome, began = Outcome(), time.monotonic()
-    profiles = profiles or sorted(PROFILES)
+    profiles = profiles or NAMES
     work = shares(schedules, base, profiles) if schedules else chunks(base, profiles)
     if 0 < schedules <= FEW:
         with garbage_collected_by_hand():
@@ -150,6 +160,6 @@ def summary(counts: Counter[str]) -> str:
     names = (
         "schedules", "events", "holds", "starts", "losses", "repairs", "promotions", "silences",
         "restarts", "fail-backs", "stops", "cuts", "zombies", "dropped", "windows", "duplicates",
-        "superseded", "mutants caught",
+        "superseded", "kills", "proofs", "moved", "mutants caught",
     )  # fmt: skip
     return ", ".join(f"{counts[name]} {name}" for name in names if name in counts)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import logging
 import operator
 import os
 import subprocess
@@ -16,7 +15,7 @@ from typing import Any
 
 import pytest
 import time_machine
-from celery import Celery, _state, current_app
+from celery import Celery, current_app
 from celery.contrib.testing.worker import start_worker
 from celery.utils import uuid
 from freezegun import freeze_time
@@ -58,17 +57,6 @@ def redlock_node_timeout() -> float:
 def either(request: pytest.FixtureRequest) -> list[Any]:
     nodes: list[Any] = request.getfixturevalue(f"redlock_{request.param}_nodes")
     return nodes
-
-
-@pytest.fixture
-def process_as_before() -> Iterator[None]:
-    """Put back what a worker changes in the process that it runs in: its app, and all logging."""
-    root, apps = logging.getLogger(), (_state.default_app, _state._tls.current_app)
-    level, handlers = root.level, [*root.handlers]
-    yield
-    root.setLevel(level)
-    root.handlers[:] = handlers
-    _state.default_app, _state._tls.current_app = apps
 
 
 @contextlib.contextmanager

@@ -47,8 +47,8 @@ NOT_THEIRS = {
 }
 # attributes that are set on objects of ours, or on a new ExceptionInfo
 NOT_REPLACED = {
-    *("app", "args", "capacity", "children", "eta", "exception", "limit", "lock", "name"),
-    *("release", "traceback", "type", "wake"),
+    *("app", "args", "capacity", "children", "eta", "exception", "limit", "lock", "messages"),
+    *("name", "release", "traceback", "type", "wake"),
 }
 SKIPPED = {"asyncio", "commands", "contrib", "tests"}  # folders of theirs, to save time
 LOADED = "import celery.app.trace, celery.worker.control, celery.worker.request, redis\n"

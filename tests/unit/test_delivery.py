@@ -212,7 +212,7 @@ def request_of(
     message = SimpleNamespace(
         headers={"id": "1", "task": "t", "eta": PAST, **headers}, properties=properties or {},
         delivery_info=info or {}, body=b"", payload=((), {}, {}),
-        content_type="", content_encoding="",
+        content_type="", content_encoding="", delivery_tag="1",
     )  # fmt: skip
     return Request(message, app=app, task=task)
 

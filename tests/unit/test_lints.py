@@ -480,8 +480,27 @@ def test_what_the_defaults_leave_open_is_told_in_one_line_each() -> None:
     assert opened(shop(ONE_NODE)) == [
         ("advice", "app: redlock_nodes", "1 node"),
         ("advice", "max_wait, max_hold", "None"),
-        ("advice", VISIBILITY, "3600"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("app", "is_told"),
+    [
+        (partial(shop, ONE_NODE), False),
+        (partial(shop, {**ONE_NODE, "redlock_recovery": False}), True),
+        (partial(shop, ONE_NODE, lock={"key": lambda task, args, kwargs: None}), True),
+        (partial(shop, ONE_NODE, lock={"on_unreachable": "run"}), True),
+        (partial(shop, {**ONE_NODE, "broker_url": "sqs://"}), True),
+        (
+            partial(shop, {**ONE_NODE, "broker_transport_options": {"ack_emulation": False}}),
+            True,
+        ),
+    ],
+)
+def test_a_short_visibility_timeout_is_advised_to_those_alone_whose_messages_nobody_moves(
+    app: App, is_told: bool
+) -> None:
+    assert (VISIBILITY in [setting for _, setting, _ in opened(app())]) is is_told
 
 
 @pytest.mark.parametrize(

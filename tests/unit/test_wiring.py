@@ -164,7 +164,7 @@ def test_finalizers_and_commands_are_those_of_the_list(registered: list[dict[str
 
 @FORKED
 def test_nothing_is_connected_to_the_public_signals(registered: list[dict[str, Any]]) -> None:
-    assert len(registered[1]["public"]) == 9
+    assert len(registered[1]["public"]) == 10
     assert not any(registered[1]["public"].values())
 
 

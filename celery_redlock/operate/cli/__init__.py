@@ -2,13 +2,20 @@
 
 Read `commands.py` first: each of the commands. `group.py` has what they share: the app, deadlines
 of a question to the broker, and printing. `views.py` has what they show, as tables and as JSON.
-`top.py` and `hold.py` have one command each, `explain.py` the pages that errors and logs name.
+`stranded.py` has what they show of workers that are gone. `top.py`, `hold.py` and `recover.py` have
+one command each, `explain.py` the pages that errors and logs name.
 
 Not here: the queries to the nodes (`lock/inspection.py`, `lock/node_status.py`), and the answers of
 workers (`operate/control.py`).
 """
 
-from celery_redlock.operate.cli import commands, explain, hold, top  # noqa: F401 - adds them
+from celery_redlock.operate.cli import (  # noqa: F401 - adds them
+    commands,
+    explain,
+    hold,
+    recover,
+    top,
+)
 from celery_redlock.operate.cli.group import redlock
 
 __all__ = ["redlock"]

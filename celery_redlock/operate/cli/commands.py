@@ -1,8 +1,8 @@
 """The commands of `celery redlock`, each with what only that command does.
 
 They read (`status`, `locks`, `waiters`, `claims`, `show`), change something (`break`, `trust`,
-`setup`), or are about settings (`options`, `doctor`). What they show is in `views.py`. `top`,
-`hold` and `explain` have modules of their own.
+`setup`), or are about settings (`options`, `doctor`). What they show is in `views.py`. The others
+have modules of their own.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import click
 from redis import RedisError
 
 from celery_redlock import anchors
-from celery_redlock.errors import counted
 from celery_redlock.label import escaped
 from celery_redlock.lock.claims import delete_claim
 from celery_redlock.lock.client import Redlock
@@ -41,6 +40,7 @@ from celery_redlock.operate.cli.group import (
     redlock,
     within_deadline,
 )
+from celery_redlock.operate.cli.stranded import RecoveryTime
 from celery_redlock.operate.cli.task_view import TaskView, nothing_found
 from celery_redlock.operate.cli.views import (
     WaitersView,
@@ -368,7 +368,9 @@ def doctor(ctx: click.Context, as_json: bool) -> None:
     app = app_from(ctx)
     made, nodes_from = redlock_of(app), settings_of(app).nodes_from
     nodes = made.status()
+    recovery = RecoveryTime.of(app)
     lints = (*_lints_of_nodes(made, nodes), *_lints_of_workers(app), *lint(app), *left_open(app))
+    lints += recovery.lints
     up = [node for node in nodes.nodes if not node.error and not node.votes]
     found = {
         "from": nodes_from,
@@ -384,26 +386,13 @@ def doctor(ctx: click.Context, as_json: bool) -> None:
     for node in nodes.nodes:
         level = ERROR if node.fails else "ok" if node.votes else WARNING
         lines.append(f"{level:<7}  {node.node} ({nodes_from}): {views.vote_of(node, nodes)}")
-    lines += [f"{one.level:<7}  {one}" for one in lints]
-    lines.append(_summary(nodes, lints))
-    print_result(as_json, {"nodes": found, "lints": as_data(lints)}, *lines)
+    lines += [*recovery.lines, *(f"{one.level:<7}  {one}" for one in lints)]
+    lines.append(views.summary_line(nodes, lints))
+    data = as_data({"nodes": found, "recovery": recovery, "lints": lints})
+    print_result(as_json, data, *lines)
     fails = any(node.fails for node in nodes.nodes)
     if not nodes.has_quorum or fails or any(one.level == ERROR for one in lints):
         ctx.exit(1)
-
-
-def _summary(nodes: NodeList, lints: Sequence[Lint]) -> str:
-    """Return how many problems there are, and what explains them."""
-    silent = [node for node in nodes.nodes if not node.votes]
-    levels = [one.level for one in lints]
-    levels += [ERROR if node.fails else WARNING for node in silent]
-    counts = [counted(levels.count(one), one) for one in (ERROR, WARNING) if one in levels]
-    if not counts:
-        return "No problems found."
-    waits = [not node.fails for node in silent]  # a grace period
-    codes = [anchors.NODE_FAILS] * (False in waits) + [anchors.NODE_RESTARTED] * (True in waits)
-    codes += [anchors.DOCTOR_REPORTS] * any(one.level != ADVICE for one in lints)
-    return anchors.see(f"{' and '.join(counts)} found", " and ".join(codes))
 
 
 def _lints_of_nodes(redlock: Redlock, status: NodeList) -> Iterator[Lint]:

@@ -43,9 +43,9 @@ def named(_: click.Context, param: click.Parameter, value: str | None) -> str | 
     return value
 
 
-def finite(_: click.Context, param: click.Parameter, value: float) -> float:
+def finite(_: click.Context, param: click.Parameter, value: float | None) -> float | None:
     """Return an option's number; refuses NaN, which passes each range."""
-    if not math.isfinite(value):
+    if value is not None and not math.isfinite(value):
         raise click.BadParameter("give a finite number.", param=param)
     return value
 

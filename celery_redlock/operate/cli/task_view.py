@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from celery.states import PENDING
+from celery.states import PENDING, READY_STATES
 
 from celery_redlock import anchors
 from celery_redlock.lock.node_status import in_iso
@@ -55,6 +55,8 @@ class TaskView:
             resources = tuple(dict.fromkeys(lock.resource for lock in held))
             state = state if state and state != DEFERRED else "STARTED"
             late = next(filter(None, map(_late, held)), "")
+            if late:
+                late = "; ".join(filter(None, (late, waiters.stranded.place_of(app, task_id)[1])))
             return cls(task_id, name, state, resources, holds=True, reason=late)
         for row in waiters.for_task(task_id).waiting:  # its worker knows more than the backend
             resources = tuple(row["resources"])
@@ -62,18 +64,23 @@ class TaskView:
             next_try = in_iso(SystemClock().wall_us() / 1e6 + row["tries_in"])
             fields = {"holder": holder, "reason": row["reason"], "next_try": next_try}
             return cls(task_id, row["task"], DEFERRED, resources, **fields)
+        is_over = state in READY_STATES
+        name, place = ("", "") if is_over else waiters.stranded.place_of(app, task_id)
         if state == DEFERRED:  # as of its last deferral
             resource = str(info.get("resource", ""))
-            after = waiters.visibility
+            after = waiters.stranded.visibility
             when = "" if after is None else f", within its visibility_timeout of {after:g} s"
             reason = f"no worker that answers has its message: the broker delivers it again{when}"
+            reason = place or reason
             holder = _holders_of([resource], sight)
             next_try = str(info.get("next_try") or "")
             if next_try < str(in_iso(SystemClock().wall_us() / 1e6)):  # of a worker that has died
                 next_try = ""
             fields = {"holder": holder, "reason": reason, "next_try": next_try or None}
-            return cls(task_id, "", state, (resource,), **fields)
-        return cls(task_id, "", state) if state else None
+            return cls(task_id, name, state, (resource,), **fields)
+        if not (state or place):
+            return None
+        return cls(task_id, name, state or PENDING, reason=place)
 
     def table(self) -> Table:
         """Return a table of one row, a fact a line."""

@@ -15,7 +15,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from celery_redlock import anchors
-from celery_redlock.errors import abstention_cause
+from celery_redlock.errors import abstention_cause, counted
 from celery_redlock.lock.platform.clock import SystemClock
 from celery_redlock.lock.reports import (
     BrokenLock,
@@ -38,8 +38,9 @@ from celery_redlock.operate.cli.group import (
     format_duration,
     within_deadline,
 )
+from celery_redlock.operate.cli.stranded import StrandedView
+from celery_redlock.operate.lints import ADVICE, ERROR, WARNING, Lint
 from celery_redlock.tasks.per_app import redlock_of
-from celery_redlock.tasks.settings.levels import visibility_timeout
 
 LOCK_HEADS = ("RESOURCE", "HOLDER", "ID", "WORKER", "HELD FOR", "RENEWED", "VALID FOR", "VOTES")
 LOCKS_UNKNOWN = "Which locks are held is unknown."
@@ -73,6 +74,20 @@ def vote_of(node: NodeStatus, nodes: NodeList) -> str:
 
 def quorum_line(nodes: NodeList) -> str:
     return f"{nodes.voting} of {len(nodes.nodes)} nodes vote, {nodes.needed} needed"
+
+
+def summary_line(nodes: NodeList, lints: Sequence[Lint]) -> str:
+    """Return how many problems there are, and what explains them, as `doctor` ends."""
+    silent = [node for node in nodes.nodes if not node.votes]
+    levels = [one.level for one in lints]
+    levels += [ERROR if node.fails else WARNING for node in silent]
+    counts = [counted(levels.count(one), one) for one in (ERROR, WARNING) if one in levels]
+    if not counts:
+        return "No problems found."
+    waits = [not node.fails for node in silent]  # a grace period
+    codes = [anchors.NODE_FAILS] * (False in waits) + [anchors.NODE_RESTARTED] * (True in waits)
+    codes += [anchors.DOCTOR_REPORTS] * any(one.level != ADVICE for one in lints)
+    return anchors.see(f"{' and '.join(counts)} found", " and ".join(codes))
 
 
 def node_table(nodes: NodeList) -> Table:
@@ -236,14 +251,14 @@ class WaitersView:
     """The messages that wait for a lock, and the processes. workers: the workers that answered.
 
     waiting: rows of `operate.control.redlock_waiting`, each with its worker. registered: the
-    processes, as the nodes know them. visibility: of `visibility_timeout`. cause: why the workers
-    could not be asked.
+    processes, as the nodes know them. stranded: the messages of workers that are gone. cause: why
+    the workers could not be asked.
     """
 
     workers: Sequence[str]
     waiting: Sequence[dict[str, Any]]
     registered: WaitingList = field(repr=False)
-    visibility: float | None = field(repr=False)
+    stranded: StrandedView = field(repr=False)
     cause: str = field(default="", repr=False)
 
     @classmethod
@@ -265,7 +280,8 @@ class WaitersView:
         for row in waiting:
             if row.get("rate"):  # an older worker does not say it
                 row["next_start"] = next_starts.get(row["resource"])
-        return cls(sorted(by_worker), waiting, registered, visibility_timeout(app.conf), cause)
+        stranded = StrandedView.ask(app, cause)
+        return cls(sorted(by_worker), waiting, registered, stranded, cause)
 
     @property
     def is_known(self) -> bool:
@@ -295,10 +311,14 @@ class WaitersView:
         return replace(self, waiting=waiting, registered=registered)
 
     def tables(self, of: str = "") -> tuple[Table, ...]:
-        """Return the processes, and the tasks that wait. of: the one resource that is shown."""
+        """Return the processes, the tasks that wait, and what lies with workers that are gone.
+
+        of: the one resource that is shown.
+        """
         suffix = of and f" for {of}"
+        stranded = self.stranded.tables()
         if not (self.registered.processes or self.waiting) and self.is_known:
-            return (Table((), (), f"Nothing waits{suffix}."),)
+            return Table((), (), f"Nothing waits{suffix}."), *stranded
         asked, is_known = self.registered.asked, self.registered.is_known
         heads: Sequence[str] = ("RESOURCE", "RANK", "PROCESS", "PID", "WAITED", "NODES", "STATE")
         rows: Sequence[Sequence[str]] = [
@@ -322,7 +342,7 @@ class WaitersView:
         ]  # fmt: skip
         none = f"No task waits{suffix}." if self.workers else TASKS_UNKNOWN
         spare = ("DEFERRALS", "WORKER", "ID", "TRIES IN")
-        return processes, Table(heads, rows, none, spare=spare)
+        return processes, Table(heads, rows, none, spare=spare), *stranded
 
     def notes(self) -> list[str]:
         lines = []
@@ -336,17 +356,16 @@ class WaitersView:
                 continue
             text = "did not answer: the messages that wait in it are not shown"
             if not is_there:
-                after = self.visibility
-                when = "now" if after is None else f"within its visibility_timeout of {after:g} s"
-                text = f"is gone: the broker delivers the messages that waited in it again, {when}"
+                text = f"is gone: {self.stranded.of_gone(name)}"
             lines.append(f"{name} {text}")
         for resource, nodes in self.registered.wrong_type.items():
             text = f"no waiter for {resource} can register on {', '.join(nodes)}"
             lines.append(f"{text}: its key there is of another type")
-        return lines
+        return lines if self.cause else [*lines, *self.stranded.notes()]
 
     def data(self) -> dict[str, Any]:
-        return {**as_data(self), **as_data(self.registered)}
+        stranded = self.stranded.data()
+        return {**as_data(self), **as_data(self.registered), "stranded": stranded}
 
 
 def _state_of(process: WaitingProcess) -> str:

@@ -108,7 +108,7 @@ class Deferral:
         return LockDeferredEvent(*found, self.rate)
 
 
-NEVER_DEFERRED = Deferral()
+NEVER_DEFERRED: Deferral = Deferral()
 
 
 @dataclass(frozen=True)
@@ -314,6 +314,11 @@ class Delivery:
         origin = self.header.origin
         exchange = None if origin is None else origin.exchange
         return Route.of(self.request.delivery_info, exchange, self._properties.get(QUEUE))
+
+    @property
+    def delivery_tag(self) -> str:
+        """What the worker's channel knows this delivery by."""
+        return str(self._properties.get("delivery_tag"))
 
     def queue(self, known: dict[tuple[str | None, str], str]) -> str:
         """Return the name of the queue that the message came through; known: as of `queue_of`."""

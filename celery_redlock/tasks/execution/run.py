@@ -38,6 +38,7 @@ from celery_redlock.tasks.delivery.route import queue_of_call
 from celery_redlock.tasks.execution import outcomes
 from celery_redlock.tasks.execution.deferral import Refusal
 from celery_redlock.tasks.per_app import redlock_as_set, redlock_of, time_of_nodes
+from celery_redlock.tasks.recovery.keeper import MovedAwayError, refused
 from celery_redlock.tasks.settings.options import TaskLockOptions
 from celery_redlock.tasks.settings.task_config import CallKeys, TaskCall
 from celery_redlock.tasks.unique.claim import ClaimToken, end_claim
@@ -91,6 +92,9 @@ class LockedRun:
         or what the body raises end the run as FAILURE.
         """
         delivery = self.delivery
+        if refused and delivery.delivery_tag in refused:
+            delivery.request.__dict__[outcomes.CONTINUES] = True
+            raise MovedAwayError("is with another worker")
         if delivery.is_for_another_queue:  # a copy of a deferred message
             delivery.request.__dict__[outcomes.CONTINUES] = True
             logger.debug(

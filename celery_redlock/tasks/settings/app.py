@@ -92,6 +92,7 @@ class AppSettings:
     serves them. call_options: those that a message may carry, None for all. nodes_from: the setting
     that names the nodes, as "broker_url". store_deferred: DEFERRED goes into the result backend.
     beat_scheduler: what celery_redlock.beat wraps; None for the one that Celery would take.
+    recovery: the messages of a dead worker are moved back to their queues.
     """
 
     nodes: tuple[Any, ...] = field(repr=False)  # URLs may hold passwords
@@ -110,6 +111,7 @@ class AppSettings:
     nodes_from: str = "redlock_nodes"
     store_deferred: bool = True
     beat_scheduler: Any = None
+    recovery: bool = True
 
     @property
     def built_in_ttl(self) -> float:
@@ -189,6 +191,7 @@ APP_SETTING: Mapping[str, Setting] = {
     "call_options": Setting(_in_conf, None),
     "store_deferred": Setting(true_or_false, True),
     "beat_scheduler": Setting(_scheduler, None),
+    "recovery": Setting(true_or_false, True),
     "queues": Setting(_in_conf, None),
     "tasks": Setting(_in_conf, None),
 }

@@ -60,6 +60,7 @@ _TAKEN_OVER = (
     *("prefix", "node_timeout", "clock_drift", "max_ttl", "restart_guard", "metrics"),
     "store_deferred",
     "beat_scheduler",
+    "recovery",
 )
 
 

@@ -201,6 +201,15 @@ class WaitingRoom(bootsteps.StartStopStep):
             finally:
                 self._consumer.qos.increment_eventually()
 
+    def dispatch_soon(self, chosen: Callable[[Any], bool]) -> None:
+        """Give chosen requests to Celery, which ends those that are not to run; in any thread."""
+        self._loop.call_soon(self._dispatch, chosen)
+
+    def _dispatch(self, chosen: Callable[[Any], bool]) -> None:
+        for waiter in self.waiting():
+            if chosen(waiter.request):
+                self._dispatcher.dispatch(waiter)
+
     def note_refusal(self, deferral: Deferral) -> None:
         """Remember for a moment that a run of this worker was refused a lock; in any thread."""
         if deferral.is_taken:

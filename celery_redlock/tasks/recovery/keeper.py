@@ -1,0 +1,317 @@
+"""A worker's own lease, the thread that beats for it, and what it observes of the others.
+
+The thread is a real one, also under gevent: a body that does not yield, or one of a solo pool,
+stops the event loop, and the worker is to be alive all the same.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from celery.exceptions import Ignore
+from redis import ResponseError
+
+from celery_redlock import anchors, signals
+from celery_redlock.lock.platform.clock import Platform
+from celery_redlock.tasks.recovery.ledger import Ledger, Moved
+from celery_redlock.tasks.recovery.observer import BEAT_INTERVAL, TRUST, Observer
+from celery_redlock.tasks.recovery.tags import DeliveryTag, new_lease
+
+logger = logging.getLogger(__name__)
+
+NEVER = float("-inf")
+
+
+@dataclass(frozen=True)
+class _Own:
+    """The worker lease of a worker. answered: when the last beat that was answered was sent."""
+
+    lease: str
+    answered: float
+
+
+class Keeper:
+    """Keeps the worker lease of one worker alive, and moves the messages of dead ones.
+
+    connect: returns the broker's ledger, for one thread, over the connection that its consumer has.
+    name: of the worker. on_moved_away: called with a worker lease of this worker that others took
+    for dead. sender: of the signal.
+    """
+
+    def __init__(
+        self,
+        platform: Platform,
+        connect: Callable[[], Ledger],
+        name: str,
+        sender: Any,
+        on_moved_away: Callable[[str], object],
+    ) -> None:
+        self._clock, self._platform = platform.clock, platform
+        self._connect, self._name, self._sender = connect, name, sender
+        self._on_moved_away = on_moved_away
+        self._asked: Ledger | None = None  # of who asks whether the lease lives
+        self._mutex = platform.new_mutex()  # of `_own`, which two threads replace; without I/O
+        self._own = _Own("", NEVER)
+        self._numbers = itertools.count()
+        self._observer = Observer()
+        self._timer = platform.deadline_timer()
+        self._joins = 0  # how often the consumer has had a new connection
+        # worker leases that it had, and of which there may be messages left
+        self._left: dict[str, None] = {}
+        self._given_up = ""  # of which a message was dropped although it may not be moved yet
+        self._told: set[tuple[str, str]] = set()  # what the log has said of messages that stay
+        self._is_running = False
+        self._is_ended = False
+        self._was_dead = 0  # how often it was
+
+    @property
+    def lease(self) -> str:
+        """The name of the worker lease; "" before it has joined."""
+        return self._own.lease
+
+    def join(self) -> None:
+        """Take a new worker lease, and resign the one before; raises redis-py's errors."""
+        before, self._asked = self._asked, self._connect()
+        lease, sent = self._join(self._asked)
+        with self._mutex:
+            resigned, self._own = self._own, _Own(lease, sent)
+        if before is not None:
+            before.close()
+        if resigned.lease:
+            self._left[resigned.lease] = None
+        self._joins += 1
+        if not self._is_running:
+            self._platform.start_thread(self._run)
+            self._is_running = True
+        self._timer.wake()
+
+    def _join(self, ledger: Ledger) -> tuple[str, float]:
+        lease, sent = new_lease(), self._clock.now()
+        ledger.beat(lease, joins_as=self._name)
+        keepers[lease] = self
+        extra = {"event": "worker_lease_joined", "lease": lease}
+        logger.debug("the worker lease of %s is %s", self._name, lease, extra=extra)
+        return lease, sent
+
+    def tag(self, name: str) -> str:
+        """Return the delivery tag of the next message. name: of the list that it was taken from."""
+        return str(DeliveryTag(self.lease, next(self._numbers), name))
+
+    def owns(self, lease: str) -> bool:
+        """Return whether a worker lease is this worker's, and cannot have been declared dead.
+
+        If the last answer is too old, the broker is asked. Without an answer the worker gives the
+        lease up: the message that was asked for is not begun here, so that it has to be moved.
+        """
+        own = self._own
+        while lease == own.lease and lease != self._given_up:
+            now = self._clock.now()
+            if now - own.answered < TRUST:
+                return True
+            if not self._is_alive(lease, now):  # else once more: a pause makes an answer too old
+                self._given_up = lease
+                self._timer.wake()
+            own = self._own
+        if lease != own.lease:  # it may have been noted after the others were moved
+            self._left[lease] = None
+        return False
+
+    def _is_alive(self, lease: str, now: float) -> bool:
+        asked = self._asked
+        try:
+            if asked is not None and asked.beat(lease).is_alive:
+                self._confirm(lease, now)
+                return True
+        except Exception as error:
+            extra = {"event": "worker_lease_unsure", "lease": lease}
+            logger.debug("no answer for %s: %r", lease, error, extra=extra)
+        return False
+
+    def _confirm(self, lease: str, sent: float) -> None:
+        with self._mutex:
+            own = self._own
+            if own.lease == lease and own.answered < sent:
+                self._own = _Own(lease, sent)
+
+    def end(self) -> None:
+        """Resign, as the worker has ended: what it has not given back is moved by another one."""
+        with self._mutex:
+            self._is_ended = True
+            own, self._own = self._own, _Own("", NEVER)
+        self._timer.wake()
+        asked = self._asked
+        if own.lease and asked is not None:
+            try:
+                left = list(self._left)
+                for lease in (own.lease, *left):
+                    asked.declare_dead(lease, claims=False)
+                for lease in left:  # nobody looks for what was noted after the others were moved
+                    self._move(asked, lease, "was this worker's")
+            except Exception as error:  # others will prove it
+                extra = {"event": "worker_lease_left", "lease": own.lease}
+                logger.debug("cannot resign %s: %r", own.lease, error, extra=extra)
+            asked.close()
+        for lease in [lease for lease, keeper in list(keepers.items()) if keeper is self]:
+            keepers.pop(lease, None)
+
+    # in the thread
+
+    def _run(self) -> None:
+        ledger: Ledger | None = None
+        joins = self._joins
+        while not self._is_ended:
+            begun = self._clock.now()
+            try:
+                if ledger is not None and joins != self._joins:  # the broker may be another one
+                    ledger.close()
+                    ledger = None
+                    self._observer.forget()
+                joins, ledger = self._joins, ledger or self._connect()
+                self._look(ledger)
+            except BaseException as error:  # SystemExit of a receiver, too: this thread must go on
+                # the broker is away, for example: every other worker gets the whole time anew
+                self._observer.forget()
+                self._tell_of_error(error)
+            self._timer.begin_pass(self._clock.now())
+            if not self._is_ended:
+                self._timer.sleep(max(0.05, begun + BEAT_INTERVAL - self._clock.now()))
+        if ledger is not None:
+            ledger.close()
+
+    def _look(self, ledger: Ledger) -> None:
+        """Beat once; move what is to be moved of others, and of worker leases that it had.
+
+        The beat is first: if the broker refuses a move, this worker is alive all the same.
+        """
+        own = self._own
+        if own.lease == self._given_up:
+            ledger.declare_dead(own.lease)
+        sent = self._clock.now()
+        beat = ledger.beat(own.lease, claims=True)
+        if not beat.is_alive:
+            self._begin_anew(ledger, own.lease)
+            self._move_what_is_left(ledger)
+            return
+        self._confirm(own.lease, sent)
+        others = {lease: seen for lease, seen in beat.quiet.items() if lease != self.lease}
+        dead = self._observer.look(sent, self._clock.now(), others)
+        self._move_what_is_left(ledger)
+        for lease, score in dead.items():
+            if ledger.declare_dead(lease, score):
+                self._move(ledger, lease, "does not beat")
+        if beat.claimed:
+            self._move(ledger, beat.claimed, "is dead")
+
+    def _begin_anew(self, ledger: Ledger, lost: str) -> None:
+        """Join anew: others took this worker for dead. Move what they have not moved yet."""
+        if self._is_ended or self._own.lease != lost:
+            return
+        lease, sent = self._join(ledger)
+        with self._mutex:
+            is_wanted = not self._is_ended and self._own.lease == lost
+            if is_wanted:
+                self._own = _Own(lease, sent)
+        if not is_wanted:  # it has ended, or its consumer has joined: of this one there is nothing
+            keepers.pop(lease, None)
+            ledger.declare_dead(lease, claims=False)
+            return
+        self._left[lost] = None
+        self._was_dead += 1
+        extra = {"event": "worker_lease_lost", "lease": lost, "times": self._was_dead}
+        logger.warning(
+            "%s did not reach the broker for so long that other workers took it for dead (%d times "
+            "so far): its messages are moved, and it begins none of them",
+            self._name, self._was_dead, extra=extra,
+        )  # fmt: skip
+
+    def _move_what_is_left(self, ledger: Ledger) -> None:
+        """Move the messages of the worker leases that it had: nobody here acknowledges them."""
+        for lease in list(self._left):
+            del self._left[lease]  # first: of what is noted from here on nothing may be found
+            is_moved = False
+            try:
+                ledger.declare_dead(lease)
+                is_moved = not self._move(ledger, lease, "was this worker's").refused
+            finally:
+                if not is_moved:
+                    self._left[lease] = None
+            self._on_moved_away(lease)
+
+    def _move(self, ledger: Ledger, lease: str, why: str) -> Moved:
+        name = ledger.name_of(lease) or "a worker"
+        done = ledger.move_all(lease, lambda: self._beat_between(ledger))
+        self._tell(name, lease, why, done)
+        return done
+
+    def _beat_between(self, ledger: Ledger) -> None:
+        own, now = self._own, self._clock.now()
+        if now - own.answered <= BEAT_INTERVAL or own.lease == self._given_up:
+            return
+        if ledger.beat(own.lease).is_alive:
+            self._confirm(own.lease, now)
+
+    def _tell_of_error(self, error: BaseException) -> None:
+        if isinstance(error, ResponseError) and ("", str(error)) not in self._told:
+            self._told.add(("", str(error)))
+            self._tell_of_refusal(error)
+            return
+        extra = {"event": "worker_lease_unsure", "lease": self.lease}
+        logger.debug("no beat of %s: %r", self.lease, error, extra=extra)
+
+    def _tell_of_refusal(self, error: ResponseError) -> None:
+        extra = {"event": "worker_lease_refused", "lease": self.lease}
+        logger.warning(
+            "the broker refuses what a worker lease needs, so the messages of dead workers may "
+            "stay: %s", error, extra=extra,
+        )  # fmt: skip
+
+    def _tell(self, name: str, lease: str, why: str, done: Moved) -> None:
+        extra = {"event": "messages_recovered", "lease": lease, "worker": name}
+        if done.messages:
+            logger.warning(
+                "moved %d messages of %s back to their queues: its worker lease %s",
+                done.messages, name, why, extra={**extra, "messages": done.messages},
+            )  # fmt: skip
+        if done.kept:
+            logger.error(
+                "left %d messages of %s unacknowledged: they were moved too often in a row, so "
+                "their bodies may be what ends workers. They come back after the visibility "
+                "timeout. See %s",
+                done.kept, name, anchors.MESSAGES_STAY,
+                extra={**extra, "event": "messages_kept", "messages": done.kept},
+            )  # fmt: skip
+        if done.messages or done.kept:
+            event = signals.MessagesRecoveredEvent(name, done.messages, done.kept)
+            signals.messages_recovered.send(self._sender, event=event)
+        if done.refused and (lease, done.refused) not in self._told:
+            self._told.add((lease, done.refused))
+            logger.error(
+                "the broker does not take back all messages of %s: %s. See %s",
+                name, done.refused.rstrip("."), anchors.MESSAGES_STAY,
+                extra={**extra, "event": "messages_not_taken"},
+            )  # fmt: skip
+
+
+class MovedAwayError(Ignore):
+    """Ends a run that has not begun: its message was moved to another worker.
+
+    It reaches the request: see `tasks/worker_request.py`.
+    """
+
+
+# of this process, by worker lease: also by those that it had before, of which nothing is begun
+keepers: dict[str, Keeper] = {}
+# requests of a pool in this process that came too late to their thread or greenlet, by delivery tag
+refused: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
+
+
+def still_owned(delivery_tag: object) -> bool:
+    """Return whether a message is still its worker's; True for one without a worker lease."""
+    tag = DeliveryTag.of(delivery_tag)
+    keeper = None if tag is None else keepers.get(tag.lease)
+    return keeper is None or tag is None or keeper.owns(tag.lease)

@@ -1,0 +1,233 @@
+"""The worker leases in a broker's Redis, for one hash of unacknowledged messages.
+
+Workers with the same hash find each other's worker leases, whatever app they run: a move needs no
+knowledge of tasks. Not here: when what is called (`keeper.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from importlib.resources import files
+from typing import Any, NamedTuple
+
+import redis
+
+from celery_redlock.tasks.recovery.observer import QUIET
+from celery_redlock.tasks.recovery.tags import DeliveryTag, moved
+
+CLAIM = 3.0  # s after which another worker goes on with the messages of a dead one
+CHUNK = 500_000  # bytes of messages in one call of a script: a server answers nobody meanwhile
+SCANNED = 1000  # entries that a server looks at for one HSCAN
+TIMEOUT = 3.0  # s for an answer of the broker
+OF_KOMBU = "kombu.transport.redis"
+
+
+def _script(name: str) -> bytes:
+    folder = files("celery_redlock.tasks.recovery").joinpath("lua")
+    return folder.joinpath(f"{name}.lua").read_bytes()
+
+
+BEAT_SCRIPT, DECLARE_DEAD, MOVE = map(_script, ("beat", "declare_dead", "move"))
+
+
+class Beat(NamedTuple):
+    """The answer to a beat. claimed: a dead lease that the caller is to move, or "".
+
+    quiet: what each worker lease that others may have left last wrote.
+    """
+
+    is_alive: bool
+    claimed: str = ""
+    quiet: Mapping[str, str] = {}
+
+
+@dataclass
+class Moved:
+    """What became of the messages of a dead worker lease.
+
+    kept: were moved too often, or are not kombu's. refused: why the broker did not take one back,
+    or "".
+    """
+
+    messages: int = 0
+    kept: int = 0
+    refused: str = ""
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """The worker leases on one broker. Each call is one round trip; it raises redis-py's errors.
+
+    client: a client without kombu's prefixes. at: the broker's `global_keyprefix`. unacked, index:
+    kombu's keys, with that prefix. close: ends the connections of the client.
+    """
+
+    client: Any = field(repr=False)
+    at: str
+    unacked: str
+    index: str
+    leases: str
+    dead: str
+    names: str
+    close: Callable[[], object] = field(default=tuple, repr=False)
+
+    @classmethod
+    def of(cls, channel: Any, prefix: str) -> Ledger:
+        """Return that of the broker of a channel. prefix: the setting `redlock_prefix`."""
+        at, key = channel.global_keyprefix, channel.unacked_key
+        start = f"{at}{{{prefix}}}:worker"
+        return cls(
+            redis.Redis(connection_pool=channel.pool),
+            at,
+            at + key,
+            at + channel.unacked_index_key,
+            f"{start}_leases:{key}",
+            f"{start}_leases_dead:{key}",
+            f"{start}_names:{key}",
+            channel.pool.disconnect,
+        )
+
+    def _eval(self, script: bytes, keys: tuple[str, ...], *args: object) -> Any:
+        return self.client.eval(script, len(keys), *keys, *args)
+
+    def beat(self, lease: str, *, joins_as: str = "", claims: bool = False) -> Beat:
+        """Say that a worker lease lives. joins_as: the worker's name, for the first time.
+
+        claims: the caller moves the messages of a dead one, if there is one that nobody moves.
+        """
+        keys = self.leases, self.dead, self.names
+        claim = int(CLAIM * 1000) if claims else ""
+        reply = self._eval(BEAT_SCRIPT, keys, lease, joins_as, int(QUIET * 1000), claim)
+        if not reply[0]:
+            return Beat(False)
+        claimed, *rest = map(_text, reply[1:])
+        return Beat(True, claimed, dict(zip(rest[::2], rest[1::2], strict=True)))
+
+    def declare_dead(self, lease: str, beat: str = "", *, claims: bool = True) -> bool:
+        """Declare a worker lease dead if its last beat is still the one that was seen; "": any.
+
+        claims: the caller moves its messages, or else any worker. Return whether it is dead now by
+        this call.
+        """
+        keys = self.leases, self.dead
+        return bool(self._eval(DECLARE_DEAD, keys, lease, beat, int(claims)))
+
+    def forget(self, lease: str) -> None:
+        """Strike a dead worker lease out, as nothing of it is left to move."""
+        with self.client.pipeline() as pipe:
+            pipe.zrem(self.dead, lease).hdel(self.names, lease).execute()
+
+    def name_of(self, lease: str) -> str:
+        """Return the name of the worker of a lease, "" if it is not known."""
+        name = self.client.hget(self.names, lease)
+        return "" if name is None else _text(name)
+
+    def entries(
+        self, match: str = "*", between: Callable[[], object] = tuple
+    ) -> Iterator[tuple[str, str]]:
+        """Yield the delivery tag of each unacknowledged message, and what kombu noted of it.
+
+        between: is called after each round trip.
+        """
+        cursor: Any = None
+        while cursor != 0:
+            cursor, found = self.client.hscan(self.unacked, cursor or 0, match, SCANNED)
+            between()
+            for tag, entry in found.items():
+                yield _text(tag), _text(entry)
+
+    def move_all(self, lease: str, between: Callable[[], object] = tuple) -> Moved:
+        """Move the messages of a dead worker lease to the heads of their lists, in their order.
+
+        Any number of workers may do it at once, and one may die within: a delivery tag is there
+        once, so each message is moved once. The oldest goes last, and so to the very head. between:
+        is called after each round trip.
+        """
+        entries = self.entries(f"{lease}:*", between)
+        found = [(DeliveryTag.of(tag), entry) for tag, entry in entries]
+        tagged = [(tag, entry) for tag, entry in found if tag is not None]
+        tagged.sort(key=lambda one: one[0].number, reverse=True)
+        done = Moved(kept=len(found) - len(tagged))
+        keys: list[str] = []
+        args: list[str] = []
+        size = 0
+        for tag, entry in tagged:
+            payload = _moved_or_none(entry)
+            if payload is None:
+                done.kept += 1
+                continue
+            keys.append(self.at + tag.list)
+            args += [str(tag), payload]
+            size += len(payload)
+            if size > CHUNK:
+                self._move(lease, keys, args, done)
+                between()
+                keys, args, size = [], [], 0
+        if keys:
+            self._move(lease, keys, args, done)
+            between()
+        if not done.refused:
+            self.forget(lease)
+        return done
+
+    def move(self, messages: Iterable[tuple[str, str, str]]) -> Moved:
+        """Move messages of no worker lease: a delivery tag, its list, and what goes there, each."""
+        done, keys, args, size = Moved(), list[str](), list[str](), 0
+        for tag, name, payload in messages:
+            keys.append(self.at + name)
+            args += [tag, payload]
+            size += len(payload)
+            if size > CHUNK:
+                self._move("", keys, args, done)
+                keys, args, size = [], [], 0
+        if keys:
+            self._move("", keys, args, done)
+        return done
+
+    def _move(self, lease: str, keys: list[str], args: list[str], done: Moved) -> None:
+        moved_now, why = self._eval(
+            MOVE, (self.unacked, self.index, self.dead, *keys), lease, *args
+        )
+        done.messages += moved_now
+        done.refused = _text(why) or done.refused
+
+
+def _moved_or_none(entry: str) -> str | None:
+    try:
+        return moved(entry)
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):  # not kombu's
+        return None
+
+
+def _text(reply: bytes | str) -> str:
+    return reply.decode(errors="surrogateescape") if isinstance(reply, bytes) else reply
+
+
+def is_kombus(channel: Any) -> bool:
+    """Return whether a channel is one of kombu's own Redis transport, with acknowledgements.
+
+    Other transports, also those that derive from it, may keep messages in another way.
+    """
+    is_own = type(channel).__module__ == OF_KOMBU
+    return is_own and bool(getattr(channel, "ack_emulation", False))
+
+
+def open_ledger(app: Any, prefix: str) -> Ledger:
+    """Return the worker leases of an app's broker, as `ledger_beside` does."""
+    return ledger_beside(app.connection_for_read(), prefix)
+
+
+def ledger_beside(connection: Any, prefix: str) -> Ledger:
+    """Return the worker leases on the broker of a connection, over others, with time limits.
+
+    prefix: the setting `redlock_prefix`. Raises redis-py's errors.
+    """
+    limits = {
+        "socket_timeout": TIMEOUT, "socket_connect_timeout": TIMEOUT,
+        "max_connections": 2**31,  # each thread of a pool may ask at once
+    }  # fmt: skip
+    options = {**(connection.transport_options or {}), **limits}
+    beside = connection.clone(transport_options=options)
+    # raises the errors of a broker that is away, for which its default channel would wait
+    return Ledger.of(beside.channel(), prefix)

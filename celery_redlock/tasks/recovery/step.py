@@ -1,0 +1,139 @@
+"""The consumer's step: a worker lease for each of its channels, and a tag for what comes."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+from uuid import uuid4
+
+from celery import bootsteps
+from redis import ResponseError
+
+from celery_redlock import anchors
+from celery_redlock.lock.platform.clock import Platform, SystemClock
+from celery_redlock.tasks.per_app import settings_of
+from celery_redlock.tasks.recovery.keeper import Keeper
+from celery_redlock.tasks.recovery.ledger import Ledger, is_kombus, ledger_beside
+from celery_redlock.tasks.recovery.tags import DeliveryTag, may_be_moved
+from celery_redlock.tasks.waiting.room import rooms
+
+logger = logging.getLogger(__name__)
+
+# what the step asks of kombu's channel, its connection and what it keeps of deliveries; without one
+# of them no message is tagged
+_OF_CHANNEL = ("_q_for_pri", "_get_message_priority", "_fanout_queues", "pool")
+_CALLBACKS, QUICK_ACK = "_callbacks", "_quick_ack"
+
+
+class RecoverMessages(bootsteps.StartStopStep):
+    """Joins with a worker lease before the consumer consumes, and tags what it gets.
+
+    Source: kombu.transport.virtual: Channel.basic_consume keeps a callback for each queue, which
+    gets the raw message before it is noted as unacknowledged.
+    """
+
+    name = "celery_redlock recovery"
+    requires = ("celery.worker.consumer.tasks:Tasks",)
+
+    def __init__(self, parent: Any, platform: Platform | None = None, **options: Any) -> None:
+        super().__init__(parent, **options)
+        self._app, self._consumer = parent.app, parent
+        self._platform = platform or Platform(SystemClock())
+        self._keeper: Keeper | None = None
+        self._has_warned = False
+
+    def start(self, parent: Any) -> None:
+        """Join, again after a lost connection; raises the errors of a connection that is away.
+
+        Without a worker lease, messages are given tags as well: those of other workers' leases.
+        """
+        channel = parent.task_consumer.channel
+        if not can_tag(channel):
+            return
+        if settings_of(self._app).recovery:
+            self._join(parent)
+        channel.basic_consume = self._tagging(channel, channel.basic_consume)
+
+    def _join(self, parent: Any) -> None:
+        keeper = self._keeper or Keeper(
+            self._platform, self._connect, str(parent.hostname), parent, self._forget_waiting
+        )
+        try:
+            keeper.join()
+        except ResponseError as error:
+            if not self._has_warned:
+                self._has_warned = True
+                logger.warning(
+                    "the messages of a worker that dies come back after the visibility timeout "
+                    "alone: the broker refuses what a worker lease needs (%s)",
+                    error, extra={"event": "worker_lease_refused"},
+                )  # fmt: skip
+            return
+        self._keeper = keeper
+
+    def _connect(self) -> Ledger:
+        connection = self._consumer.connection or self._app.connection_for_read()
+        return ledger_beside(connection, settings_of(self._app).prefix)
+
+    def shutdown(self, parent: Any) -> None:
+        """Resign: the worker has ended, and its bodies with it."""
+        if self._keeper is not None:
+            self._keeper.end()
+
+    def _tagging(self, channel: Any, consume: Callable[..., Any]) -> Callable[..., Any]:
+        def basic_consume(queue: str, *args: Any, no_ack: bool = False, **options: Any) -> Any:
+            consumer_tag = consume(queue, *args, no_ack=no_ack, **options)
+            if not no_ack and queue not in channel._fanout_queues:
+                callbacks = getattr(channel.connection, _CALLBACKS)
+                deliver = functools.partial(self._deliver, channel, queue, callbacks[queue])
+                callbacks[queue] = deliver
+            return consumer_tag
+
+        return functools.wraps(consume)(basic_consume)
+
+    def _deliver(
+        self, channel: Any, queue: str, callback: Callable[..., Any], raw: dict[str, Any]
+    ) -> Any:
+        """Give a message on, under a delivery tag that names its worker lease and its list."""
+        try:
+            self._tag(channel, queue, raw)
+        except Exception:  # never lost for that: kombu notes it under the tag that it has
+            logger.exception(
+                "cannot tag a message, which goes on without. See %s",
+                anchors.UNEXPECTED, extra={"event": "message_untagged"},
+            )  # fmt: skip
+        return callback(raw)
+
+    def _tag(self, channel: Any, queue: str, raw: dict[str, Any]) -> None:
+        properties, headers = raw["properties"], raw.get("headers") or {}
+        task = self._app.tasks.get(headers.get("task"))
+        keeper = self._keeper
+        if keeper is not None and keeper.lease and may_be_moved(task, headers, queue):
+            priority = channel._get_message_priority(raw, reverse=False)
+            properties["delivery_tag"] = keeper.tag(channel._q_for_pri(queue, priority))
+        elif DeliveryTag.of(properties.get("delivery_tag")) is not None:
+            # of a worker that had it before, as kombu restores it: that one may die yet
+            properties["delivery_tag"] = str(uuid4())
+
+    def _forget_waiting(self, lease: str) -> None:
+        """Have what waits here and was moved away leave; called by the keeper's thread."""
+        room = rooms.get(self._consumer)
+        if room is not None:
+            room.dispatch_soon(lambda request: _lease_of(request) == lease)
+
+
+def can_tag(channel: Any) -> bool:
+    """Return whether messages of a channel can be tagged, so that a move finds them."""
+    return (
+        is_kombus(channel)
+        and all(hasattr(channel, name) for name in _OF_CHANNEL)
+        and hasattr(channel.connection, _CALLBACKS)
+        and hasattr(channel.qos, QUICK_ACK)
+    )
+
+
+def _lease_of(request: Any) -> str:
+    tag = DeliveryTag.of(request.message.delivery_tag)
+    return "" if tag is None else tag.lease

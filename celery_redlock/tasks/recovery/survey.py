@@ -1,0 +1,288 @@
+"""What lies unacknowledged on a broker: of which worker leases, and when it is back.
+
+For operators. Nothing here writes. Not here: what a worker observes and moves (`keeper.py`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import redis
+
+from celery_redlock.lock.platform.clock import Clock
+from celery_redlock.tasks.delivery.route import Route, has_way_back
+from celery_redlock.tasks.per_app import settings_of
+from celery_redlock.tasks.recovery.ledger import OF_KOMBU, SCANNED, TIMEOUT, Ledger, is_kombus
+from celery_redlock.tasks.recovery.observer import BEAT_INTERVAL, LENGTH, PROOF, QUIET, Observer
+from celery_redlock.tasks.recovery.tags import MOVES, DeliveryTag
+
+# of a worker lease: it beats; it does not, without a proof so far; it is dead; there is none
+ALIVE, SILENT, DEAD, LEFT = "alive", "silent", "dead", "left"
+LONGEST_PROOF = 3 * PROOF  # s: an observer that is late begins anew
+
+
+@dataclass(frozen=True)
+class LeaseReport:
+    """A worker lease as its broker has it, or what is tagged with others that are no longer there.
+
+    worker: its name, "" if it is not known. state: ALIVE, SILENT, DEAD or LEFT. silent_for: s since
+    its last beat, None if that is not known. messages: how many are unacknowledged. back_in: s
+    until they are in their queues; None if they come back after the visibility timeout, or no
+    worker is there to move them. beat: what it last wrote.
+    """
+
+    lease: str = field(repr=False)
+    worker: str
+    state: str
+    silent_for: float | None
+    messages: int
+    back_in: float | None
+    beat: str = field(default="", repr=False)
+
+
+@dataclass(frozen=True)
+class Unacknowledged:
+    """A message that a worker has taken and not acknowledged.
+
+    task: its name, "" if none is known. taken: when, as kombu noted it. taken_for: s. moves: how
+    often it was moved in a row. entry: what kombu noted.
+    """
+
+    tag: str
+    task: str
+    task_id: str
+    taken: float
+    taken_for: float
+    moves: int
+    entry: str = field(repr=False)
+
+    @classmethod
+    def of(cls, tag: str, entry: str, taken: float, now: float) -> Unacknowledged:
+        """Read what kombu noted; without a task if another program wrote it."""
+        try:
+            raw = json.loads(entry)[0]
+            headers, moves = raw.get("headers") or {}, raw["properties"].get(MOVES)
+            names = str(headers.get("task") or ""), str(headers.get("id") or "")
+        except (ValueError, LookupError, TypeError, AttributeError):
+            names, moves = ("", ""), 0
+        moved = moves if type(moves) is int else 0
+        return cls(tag, *names, taken, max(0.0, now - taken), moved, entry)
+
+
+@dataclass(frozen=True)
+class Survey:
+    """Questions to one broker; they raise redis-py's errors. channel: kombu's own, of Redis."""
+
+    app: Any = field(repr=False)
+    channel: Any = field(repr=False)
+    ledger: Ledger
+
+    @property
+    def _keys(self) -> str:
+        return f"~{self.ledger.leases.partition(':worker_')[0]}:*"
+
+    def now(self) -> float:
+        """Return the server's wall clock, in s."""
+        seconds, micros = self.ledger.client.time()
+        return float(seconds) + float(micros) / 1e6
+
+    def leases(self) -> list[LeaseReport]:
+        """Return the worker leases with their messages; last what is tagged with none of them."""
+        found = self._leases()
+        tags = {_text(tag) for tag, _ in self._index("redlock-*")}
+        named = filter(None, map(DeliveryTag.of, tags))
+        messages = Counter(tag.lease for tag in named)
+        reports = [replace(one, messages=messages.pop(one.lease, 0)) for one in found]
+        if left := messages.total():
+            reports.append(LeaseReport("", "", LEFT, None, left, None))
+        return reports
+
+    def _index(self, match: str) -> Iterator[tuple[bytes | str, float]]:
+        yield from self.ledger.client.zscan_iter(self.ledger.index, match=match, count=SCANNED)
+
+    def _leases(self) -> list[LeaseReport]:
+        """Return the worker leases without their messages."""
+        ledger = self.ledger
+        with ledger.client.pipeline(transaction=False) as pipe:
+            pipe.time().zrange(ledger.leases, 0, -1, withscores=True)
+            pipe.zrange(ledger.dead, 0, -1).hgetall(ledger.names)
+            (seconds, micros), living, dead, named = pipe.execute()
+        names = {_text(lease): _text(name) for lease, name in named.items()}
+        now, reports = seconds + micros / 1e6, []
+        for key, beat in living:
+            lease, silent_for = _text(key), now - beat / 1000
+            state = SILENT if abs(silent_for) > QUIET else ALIVE  # ahead: the clock was set back
+            left = max(0.0, silent_for)
+            report = LeaseReport(lease, names.get(lease, ""), state, left, 0, None, f"{beat:.0f}")
+            reports.append(report)
+        is_observed = any(one.state == ALIVE for one in reports)
+        for number, one in enumerate(reports):
+            if one.state == SILENT and is_observed:
+                reports[number] = replace(one, back_in=max(0.0, LENGTH - (one.silent_for or 0.0)))
+        back_in = 0.0 if is_observed else None
+        for lease in map(_text, dead):
+            reports.append(LeaseReport(lease, names.get(lease, ""), DEAD, None, 0, back_in))
+        return reports
+
+    def proved_dead(self, clock: Clock, leases: Collection[str]) -> dict[str, str]:
+        """Return the last beats of those worker leases that are silent for the time of the proof.
+
+        It waits for that proof as a worker does, by its own clock.
+        """
+        observer, dead, end = Observer(), dict[str, str](), clock.now() + LONGEST_PROOF
+        while True:
+            sent = clock.now()
+            silent = [one for one in self._leases() if one.state == SILENT]
+            quiet = {one.lease: one.beat for one in silent if one.lease in leases}
+            dead |= observer.look(sent, clock.now(), quiet)
+            dead = {lease: beat for lease, beat in dead.items() if quiet.get(lease) == beat}
+            if quiet.keys() == dead.keys() or clock.now() > end:
+                return dead
+            clock.sleep(BEAT_INTERVAL)
+
+    def messages_of(self, leases: Iterable[str]) -> dict[str, list[Unacknowledged]]:
+        """Return the messages that are tagged with some worker leases."""
+        found: dict[str, list[Unacknowledged]] = {lease: [] for lease in leases}
+        if found:
+            for tag, entry in self.ledger.entries("redlock-*"):
+                lease = tag.partition(":")[0]
+                if lease in found:
+                    found[lease].append(Unacknowledged.of(tag, entry, 0.0, 0.0))
+        return found
+
+    def find(self, task_id: str) -> list[Unacknowledged]:
+        """Return the messages of a task."""
+        found = [(tag, entry) for tag, entry in self.ledger.entries() if task_id in entry]
+        taken = self.taken([tag for tag, _ in found])
+        now = self.now()
+        messages = [Unacknowledged.of(tag, entry, taken.get(tag, now), now) for tag, entry in found]
+        return [one for one in messages if one.task_id == task_id]
+
+    def taken(self, tags: Iterable[str]) -> dict[str, float]:
+        """Return when kombu noted messages, by delivery tag; without those that are not there."""
+        found: dict[str, float] = {}
+        for some in _chunks(tags):
+            with self.ledger.client.pipeline(transaction=False) as pipe:
+                for tag in some:
+                    pipe.zscore(self.ledger.index, tag)
+                scores = pipe.execute()
+            found |= {tag: score for tag, score in zip(some, scores, strict=True) if score}
+        return found
+
+    def older_than(self, seconds: float) -> Iterator[Unacknowledged]:
+        """Yield the messages without a worker lease that were taken longer ago."""
+        ledger, now = self.ledger, self.now()
+        known = {one.lease for one in self._leases()}
+        index = ledger.client.zrangebyscore(
+            ledger.index, "-inf", f"({now - seconds}", withscores=True
+        )
+        for some in _chunks(index):
+            entries = ledger.client.hmget(ledger.unacked, [tag for tag, _ in some])
+            for (tag, taken), entry in zip(some, entries, strict=True):
+                of = DeliveryTag.of(_text(tag))
+                if entry is not None and (of is None or of.lease not in known):
+                    yield Unacknowledged.of(_text(tag), _text(entry), taken, now)
+
+    def list_of(self, message: Unacknowledged) -> str:
+        """Return the list that a message goes back to, "" if the app does not know its one queue.
+
+        By the tag, or by the exchange and the routing key that kombu noted.
+        """
+        try:
+            return self._list_of(message)
+        except (ValueError, LookupError, TypeError, AttributeError):  # another program wrote it
+            return ""
+
+    def _list_of(self, message: Unacknowledged) -> str:
+        channel, queues = self.channel, self.app.amqp.queues
+        tag = DeliveryTag.of(message.tag)
+        if tag is not None:
+            steps = channel.priority_steps
+            lists = {channel._q_for_pri(name, step) for name in queues for step in steps}
+            return tag.list if tag.list in lists else ""
+        raw, exchange, routing_key = json.loads(message.entry)
+        route = Route(exchange or "", str(routing_key or ""))
+        headers = raw.get("headers") or {}
+        reached = [name for name, queue in queues.items() if route.reaches(queue, headers)]
+        if len(reached) != 1 or not has_way_back(self.app, route):
+            return ""
+        priority = channel._get_message_priority(raw, reverse=False)
+        return str(channel._q_for_pri(reached[0], priority))
+
+    def missing_rights(self) -> list[str]:
+        """Return the rights that worker leases need and this app's user lacks.
+
+        Tries each command, and changes nothing. Those that kombu itself needs are not tried.
+        """
+        ledger = self.ledger
+        key = f"{ledger.leases}\n"  # nobody has it
+        tried: list[tuple[str, ...]] = [
+            ("EVAL", "return redis.call('TIME')", "1", key), ("TIME",), ("ZSCORE", key, "x"),
+            ("ZRANGE", key, "0", "0"), ("ZRANGEBYSCORE", key, "0", "0"), ("HGET", key, "x"),
+            ("HSCAN", key, "0"), ("HEXISTS", key, "x"), ("HDEL", key, "x"), ("ZREM", key, "x"),
+            ("ZADD", key, "XX", "0", "x"),
+        ]  # fmt: skip
+        with ledger.client.pipeline(transaction=False) as pipe:
+            for command in tried:
+                pipe.execute_command(*command)
+            replies = pipe.execute(raise_on_error=False)
+        missing = dict[str, None]()
+        for (name, *_), reply in zip(tried, replies, strict=True):
+            if isinstance(reply, redis.exceptions.NoPermissionError):
+                of_keys = "to run the" not in str(reply)
+                missing[self._keys if of_keys else f"+{name.lower()}"] = None
+        return list(missing)
+
+
+def _chunks(found: Iterable[Any]) -> Iterator[list[Any]]:
+    rest = iter(found)
+    while some := list(itertools.islice(rest, SCANNED)):
+        yield some
+
+
+def _text(reply: bytes | str) -> str:
+    return reply.decode(errors="surrogateescape") if isinstance(reply, bytes) else reply
+
+
+def has_leases(app: Any) -> bool:
+    """Return whether an app's broker can have worker leases; it is not connected to."""
+    try:
+        channel = app.connection_for_read().transport.Channel
+    except Exception:  # each transport that cannot be imported or made has its own
+        return False
+    options = app.conf.broker_transport_options or {}
+    return channel.__module__ == OF_KOMBU and bool(options.get("ack_emulation", True))
+
+
+@contextmanager
+def open_survey(app: Any) -> Iterator[Survey | None]:
+    """Give the questions to an app's broker, None if it is not kombu's own Redis transport."""
+    limits = {"socket_timeout": TIMEOUT, "socket_connect_timeout": TIMEOUT}
+    with app.connection_for_read(transport_options=limits) as connection:
+        channel = connection.channel() if has_leases(app) else None
+        if channel is None or not is_kombus(channel):
+            yield None
+        else:
+            yield Survey(app, channel, Ledger.of(channel, settings_of(app).prefix))
+
+
+def sweep_of(app: Any) -> tuple[float, str]:
+    """Return how many s kombu may be late for a message, and the settings of that, if it has some.
+
+    Source: kombu.transport.redis: QoS.restore_visible looks at some of the ticks of an interval.
+    Before kombu 5.7 both are 10.
+    """
+    options = app.conf.broker_transport_options or {}
+    channel = app.connection_for_read().transport.Channel
+    names = "unacked_restore_interval", "unacked_restore_throttle"
+    if not all(hasattr(channel, name) for name in names):
+        return 100.0, ""
+    interval, throttle = (options.get(name, getattr(channel, name)) for name in names)
+    interval, throttle = interval if interval > 0 else 10, throttle or 1
+    return float(interval * throttle), f"{names[0]}={interval:g}, {names[1]}={throttle:g}"

@@ -1,0 +1,99 @@
+"""The delivery tag of a message that its worker's death moves, and which messages get one."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+from uuid import uuid4
+
+from celery_redlock.errors import SettingsError
+from celery_redlock.tasks.declaration import config_of
+from celery_redlock.tasks.delivery.delivery import HEADER
+from celery_redlock.tasks.settings.options import TaskLockOptions
+
+MOVES = "redlock_moves"  # property of a message: how often in a row it was moved
+MOST_MOVES = 10  # then its body may be what kills its workers
+DECIDE = ("key", "args", "on_unreachable")  # options that say whether a run is sure to hold a lock
+_LEASE = re.compile(r"redlock-[0-9a-f]{32}")
+
+
+class DeliveryTag(NamedTuple):
+    """A delivery tag that names the worker lease of its consumer, a number, and a list.
+
+    number: of the deliveries to this worker lease, in their order. list: the key on the broker that
+    the message was taken from, without the global prefix: one of the lists of a queue.
+    """
+
+    lease: str
+    number: int
+    list: str
+
+    def __str__(self) -> str:
+        return f"{self.lease}:{self.number}:{self.list}"
+
+    @classmethod
+    def of(cls, text: object) -> DeliveryTag | None:
+        """Read a delivery tag; None for one of another kind, as kombu or a sender makes it."""
+        lease, _, rest = str(text).partition(":")
+        number, _, name = rest.partition(":")
+        if not (_LEASE.fullmatch(lease) and number.isascii() and number.isdecimal() and name):
+            return None
+        return cls(lease, int(number), name)
+
+
+def new_lease() -> str:
+    """Return the name of a new worker lease."""
+    return f"redlock-{uuid4().hex}"
+
+
+def always_locks(options: TaskLockOptions) -> bool:
+    """Return whether each run with these options holds a lock.
+
+    A callable key may return None, and with on_unreachable="run" a run without a quorum holds none.
+    """
+    return not (options.key is False or callable(options.key) or options.on_unreachable == "run")
+
+
+def may_be_moved(task: Any, carried: Mapping[str, Any], queue: str) -> bool:
+    """Return whether a second delivery of a message cannot run beside the first: it has a lock.
+
+    carried: the message's headers, as the broker brought them.
+    """
+    if not hasattr(task, "lock_for"):
+        return False
+    header = carried.get(HEADER)
+    call: Mapping[str, Any] = {}
+    try:
+        config = config_of(task)
+        if isinstance(header, Mapping) and isinstance(header.get("options"), Mapping):
+            call = {n: v for n, v in config.heeded(header["options"]).items() if n in DECIDE}
+        return always_locks(config.options_for(queue, call))
+    except SettingsError:  # each run fails with it
+        return False
+
+
+def moved(entry: str, *, anew: bool = False) -> str | None:
+    """Return a message as it goes back to its list, with a new tag; None: it was moved too often.
+
+    entry: JSON, what kombu has noted of a message that is not acknowledged. anew: an operator moves
+    it, and its moves are counted from then on. The message counts its moves, and its second
+    delivery is flagged as one. Source: kombu.transport.redis: QoS.append notes it,
+    Channel._do_restore_message flags it. Raises ValueError, LookupError, TypeError or
+    AttributeError if it is not kombu's.
+    """
+    raw = json.loads(entry)[0]
+    properties = raw["properties"]
+    moves = 0 if anew else _count(properties) + 1
+    if moves > MOST_MOVES:
+        return None
+    properties.update({"delivery_tag": str(uuid4()), MOVES: moves})
+    raw.setdefault("headers", {})["redelivered"] = True
+    properties.setdefault("delivery_info", {})["redelivered"] = True
+    return json.dumps(raw)
+
+
+def _count(properties: Mapping[str, Any]) -> int:
+    counted = properties.get(MOVES)
+    return counted if type(counted) is int and counted > 0 else 0

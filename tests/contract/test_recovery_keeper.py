@@ -1,0 +1,318 @@
+"""A worker's own lease: its keeper on a real broker, and the workers of one process."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+from celery import Celery, bootsteps
+from celery.contrib.testing.worker import start_worker
+from redis import Redis
+
+from celery_redlock import LockedTask
+from celery_redlock.lock.platform.clock import Platform, SystemClock
+from celery_redlock.signals import MessagesRecoveredEvent, messages_recovered
+from celery_redlock.tasks.per_app import redlock_of
+from celery_redlock.tasks.recovery.keeper import Keeper, keepers, still_owned
+from celery_redlock.tasks.recovery.ledger import Ledger, open_ledger
+from celery_redlock.tasks.recovery.step import RecoverMessages
+from celery_redlock.tasks.recovery.tags import DeliveryTag, new_lease
+from celery_redlock.testing import EmbeddedNode
+from tests.conftest import PATIENCE, Nodes, eventually, paused, receiving
+
+NOTED = json.dumps([{"body": "", "headers": {"id": "x"}, "properties": {}}, "", "celery"])
+
+
+@pytest.fixture(scope="module")
+def broker() -> Iterator[EmbeddedNode]:
+    with EmbeddedNode() as server:
+        yield server
+
+
+@pytest.fixture
+def client(broker: EmbeddedNode) -> Redis:
+    client = broker.client()
+    client.flushall()
+    return client
+
+
+@pytest.fixture
+def ledger(broker: EmbeddedNode, client: Redis) -> Iterator[Ledger]:
+    made = open_ledger(Celery("beside", broker=broker.url, set_as_current=False), "redlock")
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def keeper(broker: EmbeddedNode, ledger: Ledger) -> Iterator[Keeper]:
+    """Give the keeper of a worker; that of no other worker is there to prove anything."""
+    app = Celery("kept", broker=broker.url, set_as_current=False)
+    connect = partial(open_ledger, app, "redlock")
+    made = Keeper(Platform(SystemClock()), connect, "w1@host", app, lambda _: None)
+    yield made
+    made.end()
+
+
+def note(ledger: Ledger, tag: str) -> None:
+    ledger.client.hset(ledger.unacked, tag, NOTED)
+
+
+def take_for_dead(ledger: Ledger, lease: str) -> None:
+    """Do what other workers do with a lease that is dead, to its end."""
+    assert ledger.declare_dead(lease)
+    ledger.move_all(lease)
+
+
+def see_another(keeper: Keeper, before: str) -> str:
+    eventually(lambda: keeper.lease not in (before, ""))
+    return keeper.lease
+
+
+def test_a_worker_that_was_taken_for_dead_joins_anew_and_owns_nothing_of_before(
+    keeper: Keeper, ledger: Ledger, client: Redis
+) -> None:
+    keeper.join()
+    before, tag = keeper.lease, keeper.tag("celery")
+    note(ledger, tag)
+    assert still_owned(tag)
+    take_for_dead(ledger, before)
+    after = see_another(keeper, before)
+    assert not still_owned(tag)
+    assert still_owned(keeper.tag("celery"))
+    assert client.zrange(ledger.leases, 0, -1) == [after]
+
+
+def test_what_is_noted_after_its_lease_was_moved_is_moved_once_it_is_dropped(
+    keeper: Keeper, ledger: Ledger, client: Redis
+) -> None:
+    """Its consumer took it before it learned of that, and was slow to note it."""
+    keeper.join()
+    before, tag = keeper.lease, keeper.tag("celery")
+    take_for_dead(ledger, before)
+    see_another(keeper, before)
+    eventually(lambda: not client.exists(ledger.dead))
+    beats = client.zscore(ledger.leases, keeper.lease)
+    eventually(lambda: client.zscore(ledger.leases, keeper.lease) > beats + 1000)
+    note(ledger, tag)
+    assert not still_owned(tag)
+    eventually(lambda: client.llen("celery"))
+    assert client.exists(ledger.unacked) == 0
+
+
+def test_it_is_moved_as_well_if_the_worker_ends_with_that(
+    keeper: Keeper, ledger: Ledger, client: Redis
+) -> None:
+    keeper.join()
+    before, tag = keeper.lease, keeper.tag("celery")
+    take_for_dead(ledger, before)
+    see_another(keeper, before)
+    note(ledger, tag)
+    assert not still_owned(tag)
+    keeper.end()
+    eventually(lambda: client.llen("celery"))
+    assert client.exists(ledger.unacked) == 0
+
+
+def test_a_lease_without_an_answer_of_the_broker_is_given_up(
+    keeper: Keeper, broker: EmbeddedNode, ledger: Ledger, client: Redis
+) -> None:
+    keeper.join()
+    before, tag = keeper.lease, keeper.tag("celery")
+    note(ledger, tag)
+    with paused(broker):
+        eventually(lambda: not still_owned(tag))
+    assert not still_owned(tag)  # for good
+    see_another(keeper, before)
+    eventually(lambda: client.llen("celery"))
+    assert client.exists(ledger.unacked) == 0
+
+
+def test_a_new_connection_of_the_consumer_resigns_the_lease_of_the_one_before(
+    keeper: Keeper, ledger: Ledger, client: Redis
+) -> None:
+    keeper.join()
+    before, tag = keeper.lease, keeper.tag("celery")
+    note(ledger, tag)
+    keeper.join()
+    assert keeper.lease != before
+    eventually(lambda: client.llen("celery"))
+    eventually(lambda: client.zrange(ledger.leases, 0, -1) == [keeper.lease])
+    assert not still_owned(tag)
+
+
+def test_a_worker_whose_moves_fail_begins_anew_all_the_same(
+    keeper: Keeper, ledger: Ledger, client: Redis
+) -> None:
+    keeper.join()
+    tag = keeper.tag("celery")
+    client.set(ledger.unacked, "by another program")
+    keeper.join()
+    before = keeper.lease
+    ledger.declare_dead(before)
+    see_another(keeper, before)
+    client.delete(ledger.unacked)
+    note(ledger, tag)
+    eventually(lambda: client.llen("celery"))
+    eventually(lambda: client.zrange(ledger.dead, 0, -1) == [])
+
+
+def test_a_worker_that_ends_leaves_no_lease_behind(
+    keeper: Keeper, ledger: Ledger, client: Redis
+) -> None:
+    """Also if it ends just as it learns that it was taken for dead."""
+    for _ in range(20):
+        keeper.join()
+        ledger.declare_dead(keeper.lease)
+        keeper.join()
+    keeper.end()
+    assert not [one for one in keepers.values() if one is keeper]
+    assert keeper.lease == ""
+    eventually(lambda: not client.exists(ledger.leases))
+
+
+def test_any_number_of_threads_may_ask_at_once(
+    keeper: Keeper, broker: EmbeddedNode, ledger: Ledger
+) -> None:
+    keeper.join()
+    count = 40
+    asking = threading.Barrier(count + 1)
+
+    def ask() -> bool:
+        asking.wait()
+        return ledger.beat(keeper.lease).is_alive
+
+    with ThreadPoolExecutor(count) as threads:
+        with paused(broker):  # so that none has its answer before all have asked
+            asked = [threads.submit(ask) for _ in range(count)]
+            asking.wait()
+        assert all(one.result() for one in asked)
+
+
+def test_a_broker_that_refuses_a_move_is_told_of_once_and_the_worker_lives_on(
+    keeper: Keeper, broker: EmbeddedNode, ledger: Ledger, caplog: pytest.LogCaptureFixture
+) -> None:
+    client = broker.client()
+    keeper.join()
+    client.acl_setuser("default", enabled=True, nopass=True, commands=["-hscan"])
+    try:
+        keeper.join()
+        before, scores = keeper.lease, []
+        for _ in range(3):
+            scores.append(client.zscore(ledger.leases, before))
+            eventually(lambda: client.zscore(ledger.leases, before) > scores[-1])
+        told = [one for one in caplog.records if one.message.startswith("the broker refuses what")]
+        assert len(told) == 1
+    finally:
+        client.acl_setuser("default", enabled=True, nopass=True, commands=["+@all"])
+    eventually(lambda: client.zrange(ledger.leases, 0, -1) == [keeper.lease])
+    assert keeper.lease == before
+
+
+def test_a_receiver_that_exits_ends_no_keeper(
+    keeper: Keeper, ledger: Ledger, client: Redis
+) -> None:
+    heard = []
+
+    def leave(_: Any, event: MessagesRecoveredEvent) -> None:
+        heard.append(event)
+        raise SystemExit("of a receiver")
+
+    with receiving(messages_recovered, leave):
+        for number in range(2):
+            lost = new_lease()
+            note(ledger, str(DeliveryTag(lost, 0, "celery")))
+            ledger.beat(lost, joins_as="w2@host")
+            ledger.declare_dead(lost, claims=False)
+            keeper.join()
+            eventually(lambda number=number: len(heard) > number)
+    assert heard == [MessagesRecoveredEvent("w2@host", 1)] * 2
+
+
+# workers of one process
+
+
+@contextmanager
+def worker_app(broker: EmbeddedNode, nodes: Nodes, name: str) -> Iterator[Celery]:
+    app = Celery(name, broker=broker.url, backend=broker.url, set_as_current=False)
+    app.conf.update(
+        redlock_nodes=[node.url for node in nodes], redlock_node_timeout=PATIENCE,
+        worker_hijack_root_logger=False, task_default_queue=name,
+    )  # fmt: skip
+
+    @app.task(base=LockedTask, name=name, lock_key="k:{key}", shared=False)
+    def own(key: str) -> str:
+        return key
+
+    yield app
+    redlock_of(app).close()
+    app.close()
+
+
+def joined(client: Redis) -> set[str]:
+    names = client.hgetall("{redlock}:worker_names:unacked")
+    return {names[lease] for lease in client.zrange("{redlock}:worker_leases:unacked", 0, -1)}
+
+
+def see_no_connection_of_a_keeper(client: Redis) -> None:
+    eventually(lambda: not [one for one in client.client_list() if one["cmd"] == "eval"])
+
+
+@pytest.mark.usefixtures("process_as_before")
+def test_a_worker_in_a_thread_has_a_lease_until_it_ends(
+    broker: EmbeddedNode, client: Redis, nodes: Nodes
+) -> None:
+    with worker_app(broker, nodes, "one") as app:
+        with start_worker(
+            app, pool="solo", perform_ping_check=False, loglevel="ERROR", hostname="w1@host"
+        ):
+            assert joined(client) == {"w1@host"}
+            assert app.tasks["one"].delay("a").get(timeout=60) == "a"
+        assert joined(client) == set()
+        assert not keepers
+        see_no_connection_of_a_keeper(client)
+
+
+def test_of_two_workers_of_a_process_each_keeps_its_own(
+    keeper: Keeper, broker: EmbeddedNode, ledger: Ledger
+) -> None:
+    app = Celery("beside", broker=broker.url, set_as_current=False)
+    connect = partial(open_ledger, app, "redlock")
+    other = Keeper(Platform(SystemClock()), connect, "w2@host", app, lambda _: None)
+    keeper.join()
+    other.join()
+    tag, theirs, before = keeper.tag("celery"), other.tag("celery"), keeper.lease
+    take_for_dead(ledger, before)
+    see_another(keeper, before)
+    assert not still_owned(tag)
+    assert still_owned(theirs)
+    other.end()
+    assert still_owned(keeper.tag("celery"))
+
+
+class Fails(bootsteps.StartStopStep):
+    """Ends the start of a worker that has joined."""
+
+    requires = (RecoverMessages,)
+
+    def start(self, parent: Any) -> None:
+        raise RuntimeError("no start")
+
+
+@pytest.mark.usefixtures("process_as_before")
+def test_a_worker_whose_start_fails_later_leaves_no_lease(
+    broker: EmbeddedNode, client: Redis, nodes: Nodes
+) -> None:
+    with worker_app(broker, nodes, "failing") as app:
+        app.steps["consumer"].add(Fails)
+        worker = app.WorkController(pool="solo", hostname="w1@host", loglevel="CRITICAL")
+        worker.start()
+        assert client.exists("{redlock}:worker_names:unacked")  # it had joined
+        assert joined(client) == set()
+        assert not keepers
+        see_no_connection_of_a_keeper(client)

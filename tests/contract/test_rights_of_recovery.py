@@ -1,0 +1,68 @@
+"""The rights on a broker that the page of security names: recovery uses each, and no others."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import pytest
+from celery import Celery
+from kombu.utils.json import dumps
+from redis.exceptions import ResponseError
+
+from celery_redlock.tasks.recovery.ledger import Ledger, open_ledger
+from celery_redlock.tasks.recovery.tags import DeliveryTag, new_lease
+from celery_redlock.testing import EmbeddedNode
+from tests.pages import ROOT
+
+PAGE = (ROOT / "docs" / "operations" / "security.md").read_text(encoding="utf-8")
+[WORDS] = re.findall(r"^ACL SETUSER broker (.+)$", PAGE, re.MULTILINE)
+RIGHTS = WORDS.split()
+OF_KOMBU = ("~unacked*", "~celery*", "+ping", "+multi", "+exec", "+@connection")
+MESSAGE = [{"headers": {"task": "take"}, "properties": {"delivery_tag": "x"}, "body": ""}, "", ""]
+
+
+@pytest.fixture(scope="module")
+def broker() -> Iterator[EmbeddedNode]:
+    with EmbeddedNode() as server:
+        yield server
+
+
+def ledger_of(broker: EmbeddedNode, rights: list[str]) -> Ledger:
+    """Return the worker leases of a broker whose user has these rights beside those of kombu."""
+    broker.client().flushall()
+    user = ("reset", "on", ">secret", *OF_KOMBU, *rights)
+    broker.client().execute_command("ACL", "SETUSER", "broker", *user)
+    broker.client().execute_command("ACL", "LOG", "RESET")
+    url = f"redis://broker:secret@127.0.0.1:{broker.port}/0"
+    return open_ledger(Celery("rights", broker=url, set_as_current=False), "redlock")
+
+
+def recover(ledger: Ledger, broker: EmbeddedNode) -> str:
+    """Do once all that workers do on the broker; return why a message was not moved, or ""."""
+    own, dead = new_lease(), new_lease()
+    ledger.beat(dead, joins_as="celery@web1")
+    ledger.beat(own, joins_as="celery@web2")
+    broker.client().hset("unacked", str(DeliveryTag(dead, 0, "celery")), dumps(MESSAGE))
+    assert ledger.declare_dead(dead, claims=False)
+    assert ledger.beat(own, claims=True).claimed == dead
+    assert ledger.name_of(dead) == "celery@web1"
+    done = ledger.move_all(dead)
+    assert done.messages == 1 or done.refused
+    return done.refused
+
+
+def test_the_rights_of_the_page_are_enough_to_recover_messages(broker: EmbeddedNode) -> None:
+    assert recover(ledger_of(broker, RIGHTS), broker) == ""
+    assert broker.client().llen("celery") == 1
+    assert broker.client().execute_command("ACL", "LOG") == []  # also of what a script was denied
+
+
+@pytest.mark.parametrize("right", RIGHTS)
+def test_recovery_uses_each_right_of_the_page(broker: EmbeddedNode, right: str) -> None:
+    ledger = ledger_of(broker, [one for one in RIGHTS if one != right])
+    try:
+        refused = recover(ledger, broker)
+    except ResponseError as error:
+        refused = str(error)
+    assert re.search("NOPERM|permission", refused), refused
