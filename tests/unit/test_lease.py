@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from celery_redlock.lock.model.acquisition import Acquisition, Flow
 from celery_redlock.lock.model.lease import (
     MARGIN,
     Fence,
@@ -16,6 +17,7 @@ from celery_redlock.lock.model.lease import (
     proposal,
     validity,
 )
+from celery_redlock.lock.model.options import LockOptions
 
 seconds = st.floats(0, 1e6)
 SPAN = 29.7 - 0.002  # s of a lease of `lease`: its ttl less drift and margin
@@ -40,6 +42,17 @@ def guarded() -> Lease:
         hold.confirm(node, 100.0, "first run")
     assert hold.begin(100.1)
     return hold
+
+
+def test_several_locks_are_held_while_each_of_them_is() -> None:
+    options = LockOptions(("a", "b"), ttl=30.0, wait=0.0, renew=True, max_hold=None, label="l")
+    both = Acquisition(
+        options, [LockKey("redlock", name, 30.0) for name in "ab"], (1, Flow(), None)
+    )
+    both.leases = [held(sent=100.0), held(sent=110.0)]
+    assert both.held(100.0 + SPAN - 0.1)
+    assert not both.held(100.0 + SPAN + 0.1)
+    assert not both.held(110.0 + SPAN + 0.1)
 
 
 def test_a_lease_counts_from_the_sending_less_drift_and_margin() -> None:

@@ -104,7 +104,7 @@ MUTANTS = (
            "        self._releaser.roll_back(acquisition)\n", ""),
     Mutant("several locks count as held while one of them is",
            "lock.model.acquisition:Acquisition.held",
-           "contract/test_several.py::one_of_them_lost_is_all_lost",
+           "unit/test_lease.py::several_locks_are_held",
            "            if not one.held(now):\n                return False\n"
         "        return bool(self.leases)",
            "            if one.held(now):\n                return True\n        return False"),
