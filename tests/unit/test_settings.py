@@ -114,7 +114,10 @@ class TestEveryOptionAtEveryLevel:
         of_app, of_queue, of_task, of_call = FOUR[name]
         pattern = "slow" if queue == "slow" else "slow.*"
         app = {f"redlock_{name}": of_app}
-        queues = {"redlock_queues": {"other": {name: of_app}, pattern: {name: of_queue}}}
+        globs = {glob: {name: of_app} for glob in ("slow*", "slow[.]*")}
+        entry = {pattern: {name: of_queue}}
+        # an exact name goes before all globs, and of these the first one
+        queues = {"redlock_queues": {**globs, **entry} if queue == "slow" else {**entry, **globs}}
         whole, call = plan(app | queues, **{name: of_task}), {name: of_call}
         if name == "backoff":
             call = {name: of_call.to_message()}
@@ -265,6 +268,10 @@ REFUSED: dict[str, list[Wrong]] = {
             ("blocking_timeout", "lock_wait"),
         )
     ],
+    "a ttl beside the times of the app": [
+        *at_each_level("ttl", 61, "must be at most redlock_max_ttl = 60 s"),
+        *at_each_level("ttl", 0.5, "must be at least 4 x node_timeout = 0.8 s"),
+    ],
     "an unknown word": [
         *at_each_level("on_conflict", "merge", "'defer', 'skip', 'fail'.*a callable"),
     ],
@@ -400,6 +407,11 @@ class TestWhatIsRefused:
             assert (error.level, error.name) == ("task 'shop.f'", f"lock_{name}"), value
             assert error.value == repr(list(value) if isinstance(value, tuple) else value)
             assert error.hint
+
+    def test_a_callable_is_taken_by_three_options(self) -> None:
+        for name in OPTION.keys() - {"key", "on_conflict", "limit"}:
+            with raised(f"{OURS}: lock_{name}=<function a_callable"):
+                plan(**{name: a_callable})
 
     def test_a_long_value_is_cut_in_the_error(self) -> None:
         for name, value in (
@@ -789,6 +801,7 @@ LOCKED: list[tuple[dict[str, Any], tuple[Any, ...], dict[str, Any], Any]] = [
 NOT_LOCKED: list[tuple[Any, tuple[Any, ...], str]] = [
     (lambda *_: ["r", LONG], (1,), "at most 1024 bytes"),
     ("stock:{a}", (None,), "a is None"),  # not a shared key
+    ("{rest[0]}", (1, 2, None), "is None"),
     ("{rest[0]}", (1,), "cannot be filled"),
     (lambda *_: {}["sku"], (1,), "the callable raised KeyError: 'sku'"),
     *((lambda *_, returned=returned: returned, (1,), "must return a text")
