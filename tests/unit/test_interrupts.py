@@ -19,6 +19,7 @@ from celery_redlock.lock.engine.releaser import Releaser
 from celery_redlock.lock.platform.threads import is_uninterruptible
 from celery_redlock.tasks.body import UNINTERRUPTIBLE_MODULES, MonitoredBody, running_bodies
 from celery_redlock.tasks.execution.run import LockedRun, end_run, release_after_run
+from celery_redlock.tasks.settings.task_config import TaskLockConfig
 from celery_redlock.tasks.unique.claim import Claim, ClaimToken, end_claim
 from celery_redlock.tasks.unique.rounds import ClaimRelease
 from celery_redlock.testing import locking_off
@@ -32,7 +33,7 @@ RELEASES = [
 OF_EACH_MODULE = [
     *(billiard.pool.Pool.apply_async, trace.build_tracer, Signal.send, logging.Logger.handle),
     *(LockedTask.apply_async, LockedTask.apply, Claim.send),
-    *(release_after_run, end_run, signals.send),
+    *(release_after_run, end_run, signals.send, TaskLockConfig.resources),
 ]
 
 
