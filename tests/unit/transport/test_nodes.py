@@ -56,12 +56,15 @@ def settled(nodes: Pairs, handler: Kept, count: int = 1) -> None:
 
 
 class TestScripts:
-    def test_one_that_a_server_has_forgotten_is_sent_with_its_text(self, node: Pairs) -> None:
+    @pytest.mark.parametrize("why", [b"NOSCRIPT No matching script", b"TRYAGAIN Multiple keys"])
+    def test_one_that_a_server_could_not_execute_is_sent_with_its_text(
+        self, node: Pairs, why: bytes
+    ) -> None:
         handler, server = Kept(), node.server()
         node.send(Command(SCRIPT.call(["key"], "word"), handler, SCRIPT))
         digest = server.read_command()
         assert digest[0] == b"EVALSHA"
-        server.say(b"-NOSCRIPT No matching script\r\n")
+        server.say(b"-%b\r\n" % why)
         node.read(node.all)
         assert server.read_command() == [b"EVAL", SCRIPT.source, *digest[2:]]
         assert handler.replies == [], "the handler is not told of the first try"
@@ -87,6 +90,20 @@ class TestScripts:
             server.say(b"-NOSCRIPT No matching script\r\n")
             node.read(node.all)
         assert [str(reply) for _, reply in handler.replies] == ["NOSCRIPT No matching script"]
+
+
+def test_of_tls_nothing_is_read_while_another_thread_writes(node: Pairs) -> None:
+    """Both share one state, which OpenSSL does not guard."""
+    one, handler = node.all[0], Kept()
+    assert one.connection is not None
+    one.connection.is_tls = True
+    node.send(echo("a", handler))
+    node.server().say(b":1\r\n")
+    during: list[object] = []
+    assert one.jobs.lock.run(lambda: during.append(one.receive()))
+    assert during == [None]
+    settled(node, handler)
+    assert handler.replies == [(0, 1)]
 
 
 class TestErrors:
