@@ -952,6 +952,16 @@ class TestSentinel:
                 assert lock.held
                 assert not is_free([new], "r")
 
+    def test_a_primary_that_it_takes_for_down_is_not_connected_to(self) -> None:
+        """It may come back as one that has missed what its successor granted."""
+        with (
+            EmbeddedNode() as primary,
+            SentinelNode(primary) as sentinel,
+            over([sentinel.of_locks]) as made,
+        ):
+            primary.kill()
+            assert not is_misconfigured(cause_with("No master found", made))
+
     def test_one_that_knows_no_such_name_is_a_node_that_is_down(
         self, standing_sentinel: tuple[SentinelNode, EmbeddedNode], nodes: Nodes
     ) -> None:
