@@ -380,8 +380,8 @@ def _of_the_broker(app: Any, tasks: Sequence[TaskInQueue]) -> Iterator[Lint]:
         return
     if driver in FORGETFUL:
         hint = (
-            "such a broker forgets what a worker has received: if the worker is killed, what it "
-            "runs and what waits in it is lost: use Redis, RabbitMQ or SQS"
+            "such a broker never redelivers what a worker has not acknowledged: if the worker is "
+            "killed, what it runs and what waits in it is lost: use Redis, RabbitMQ or SQS"
         )
         yield Lint(WARNING, "app: broker_url", driver, hint)
     if driver == "amqp":
