@@ -79,6 +79,7 @@ USES = {
 }
 
 PAGES_IN_THE_WHEEL = (
+    "how-to/after-a-crash.md",
     "how-to/postgresql.md",
     "operations/change-nodes.md",
     "operations/troubleshooting.md",
