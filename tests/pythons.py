@@ -13,8 +13,8 @@ import sys
 from example_worker.bootstrap import REPOSITORY
 
 SUPPORTED = ("3.11", "3.12", "3.13", "3.14")
-# cuts at each point, threads, greenlets, asyncio, decorators (compared by `sys.monitoring` from 3.12
-# on), and the simulator with its properties
+# cuts at each point, threads, greenlets, asyncio, decorators (compared in two ways), and the
+# simulator with its properties
 DEPENDS = (
     *("tests/contract/test_cut_anywhere.py", "tests/contract/test_reentry.py"),
     *("tests/contract/test_async.py", "tests/contract/test_event_loop.py"),
