@@ -20,6 +20,7 @@ CLAIM = 3.0  # s after which another worker goes on with the messages of a dead 
 CHUNK = 500_000  # bytes of messages in one call of a script: a server answers nobody meanwhile
 SCANNED = 1000  # entries that a server looks at for one HSCAN
 TIMEOUT = 3.0  # s for an answer of the broker
+TIME_LIMITS = {"socket_timeout": TIMEOUT, "socket_connect_timeout": TIMEOUT}  # of kombu's transport
 OF_KOMBU = "kombu.transport.redis"
 
 
@@ -101,7 +102,7 @@ class Ledger:
         reply = self._eval(BEAT_SCRIPT, keys, lease, joins_as, int(QUIET * 1000), claim)
         if not reply[0]:
             return Beat(False)
-        claimed, *rest = map(_text, reply[1:])
+        claimed, *rest = map(decoded, reply[1:])
         return Beat(True, claimed, dict(zip(rest[::2], rest[1::2], strict=True)))
 
     def declare_dead(self, lease: str, beat: str = "", *, claims: bool = True) -> bool:
@@ -121,7 +122,7 @@ class Ledger:
     def name_of(self, lease: str) -> str:
         """Return the name of the worker of a lease, "" if it is not known."""
         name = self.client.hget(self.names, lease)
-        return "" if name is None else _text(name)
+        return "" if name is None else decoded(name)
 
     def entries(
         self, match: str = "*", between: Callable[[], object] = tuple
@@ -135,7 +136,7 @@ class Ledger:
             cursor, found = self.client.hscan(self.unacked, cursor or 0, match, SCANNED)
             between()
             for tag, entry in found.items():
-                yield _text(tag), _text(entry)
+                yield decoded(tag), decoded(entry)
 
     def move_all(self, lease: str, between: Callable[[], object] = tuple) -> Moved:
         """Move the messages of a dead worker lease to the heads of their lists, in their order.
@@ -148,17 +149,31 @@ class Ledger:
         found = [(DeliveryTag.of(tag), entry) for tag, entry in entries]
         tagged = [(tag, entry) for tag, entry in found if tag is not None]
         tagged.sort(key=lambda one: one[0].number, reverse=True)
-        done = Moved(kept=len(found) - len(tagged))
-        keys: list[str] = []
-        args: list[str] = []
-        size = 0
-        for tag, entry in tagged:
-            payload = _moved_or_none(entry)
+        made = ((str(tag), tag.list, _moved_or_none(entry)) for tag, entry in tagged)
+        done = self.move(made, lease, between)
+        done.kept += len(found) - len(tagged)
+        if not done.refused:
+            self.forget(lease)
+        return done
+
+    def move(
+        self,
+        messages: Iterable[tuple[str, str, str | None]],
+        lease: str = "",
+        between: Callable[[], object] = tuple,
+    ) -> Moved:
+        """Move messages in this order: a delivery tag, its list, and what goes there, each.
+
+        A message of None is kept. lease: the dead worker lease that they have, which is claimed on;
+        "" for none.
+        """
+        done, keys, args, size = Moved(), list[str](), list[str](), 0
+        for tag, name, payload in messages:
             if payload is None:
                 done.kept += 1
                 continue
-            keys.append(self.at + tag.list)
-            args += [str(tag), payload]
+            keys.append(self.at + name)
+            args += [tag, payload]
             size += len(payload)
             if size > CHUNK:
                 self._move(lease, keys, args, done)
@@ -167,22 +182,6 @@ class Ledger:
         if keys:
             self._move(lease, keys, args, done)
             between()
-        if not done.refused:
-            self.forget(lease)
-        return done
-
-    def move(self, messages: Iterable[tuple[str, str, str]]) -> Moved:
-        """Move messages of no worker lease: a delivery tag, its list, and what goes there, each."""
-        done, keys, args, size = Moved(), list[str](), list[str](), 0
-        for tag, name, payload in messages:
-            keys.append(self.at + name)
-            args += [tag, payload]
-            size += len(payload)
-            if size > CHUNK:
-                self._move("", keys, args, done)
-                keys, args, size = [], [], 0
-        if keys:
-            self._move("", keys, args, done)
         return done
 
     def _move(self, lease: str, keys: list[str], args: list[str], done: Moved) -> None:
@@ -190,7 +189,7 @@ class Ledger:
             MOVE, (self.unacked, self.index, self.dead, *keys), lease, *args
         )
         done.messages += moved_now
-        done.refused = _text(why) or done.refused
+        done.refused = decoded(why) or done.refused
 
 
 def _moved_or_none(entry: str) -> str | None:
@@ -200,7 +199,8 @@ def _moved_or_none(entry: str) -> str | None:
         return None
 
 
-def _text(reply: bytes | str) -> str:
+def decoded(reply: bytes | str) -> str:
+    """Return a reply as a text that goes back as the same bytes, as a key has to."""
     return reply.decode(errors="surrogateescape") if isinstance(reply, bytes) else reply
 
 
@@ -223,11 +223,8 @@ def ledger_beside(connection: Any, prefix: str) -> Ledger:
 
     prefix: the setting `redlock_prefix`. Raises redis-py's errors.
     """
-    limits = {
-        "socket_timeout": TIMEOUT, "socket_connect_timeout": TIMEOUT,
-        "max_connections": 2**31,  # each thread of a pool may ask at once
-    }  # fmt: skip
-    options = {**(connection.transport_options or {}), **limits}
+    more = 2**31  # each thread of a pool may ask at once
+    options = {**(connection.transport_options or {}), **TIME_LIMITS, "max_connections": more}
     beside = connection.clone(transport_options=options)
     # raises the errors of a broker that is away, for which its default channel would wait
     return Ledger.of(beside.channel(), prefix)

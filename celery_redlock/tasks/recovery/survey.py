@@ -18,9 +18,16 @@ import redis
 from celery_redlock.lock.platform.clock import Clock
 from celery_redlock.tasks.delivery.route import Route, has_way_back
 from celery_redlock.tasks.per_app import settings_of
-from celery_redlock.tasks.recovery.ledger import OF_KOMBU, SCANNED, TIMEOUT, Ledger, is_kombus
+from celery_redlock.tasks.recovery.ledger import (
+    OF_KOMBU,
+    SCANNED,
+    TIME_LIMITS,
+    Ledger,
+    decoded,
+    is_kombus,
+)
 from celery_redlock.tasks.recovery.observer import BEAT_INTERVAL, LENGTH, PROOF, QUIET, Observer
-from celery_redlock.tasks.recovery.tags import MOVES, DeliveryTag
+from celery_redlock.tasks.recovery.tags import DeliveryTag, moves_of
 
 # of a worker lease: it beats; it does not, without a proof so far; it is dead; there is none
 ALIVE, SILENT, DEAD, LEFT = "alive", "silent", "dead", "left"
@@ -67,12 +74,11 @@ class Unacknowledged:
         """Read what kombu noted; without a task if another program wrote it."""
         try:
             raw = json.loads(entry)[0]
-            headers, moves = raw.get("headers") or {}, raw["properties"].get(MOVES)
+            headers, moves = raw.get("headers") or {}, moves_of(raw["properties"])
             names = str(headers.get("task") or ""), str(headers.get("id") or "")
         except (ValueError, LookupError, TypeError, AttributeError):
             names, moves = ("", ""), 0
-        moved = moves if type(moves) is int else 0
-        return cls(tag, *names, taken, max(0.0, now - taken), moved, entry)
+        return cls(tag, *names, taken, max(0.0, now - taken), moves, entry)
 
 
 @dataclass(frozen=True)
@@ -95,7 +101,7 @@ class Survey:
     def leases(self) -> list[LeaseReport]:
         """Return the worker leases with their messages; last what is tagged with none of them."""
         found = self._leases()
-        tags = {_text(tag) for tag, _ in self._index("redlock-*")}
+        tags = {decoded(tag) for tag, _ in self._index("redlock-*")}
         named = filter(None, map(DeliveryTag.of, tags))
         messages = Counter(tag.lease for tag in named)
         reports = [replace(one, messages=messages.pop(one.lease, 0)) for one in found]
@@ -113,10 +119,10 @@ class Survey:
             pipe.time().zrange(ledger.leases, 0, -1, withscores=True)
             pipe.zrange(ledger.dead, 0, -1).hgetall(ledger.names)
             (seconds, micros), living, dead, named = pipe.execute()
-        names = {_text(lease): _text(name) for lease, name in named.items()}
+        names = {decoded(lease): decoded(name) for lease, name in named.items()}
         now, reports = seconds + micros / 1e6, []
         for key, beat in living:
-            lease, silent_for = _text(key), now - beat / 1000
+            lease, silent_for = decoded(key), now - beat / 1000
             state = SILENT if abs(silent_for) > QUIET else ALIVE  # ahead: the clock was set back
             left = max(0.0, silent_for)
             report = LeaseReport(lease, names.get(lease, ""), state, left, 0, None, f"{beat:.0f}")
@@ -126,7 +132,7 @@ class Survey:
             if one.state == SILENT and is_observed:
                 reports[number] = replace(one, back_in=max(0.0, LENGTH - (one.silent_for or 0.0)))
         back_in = 0.0 if is_observed else None
-        for lease in map(_text, dead):
+        for lease in map(decoded, dead):
             reports.append(LeaseReport(lease, names.get(lease, ""), DEAD, None, 0, back_in))
         return reports
 
@@ -185,9 +191,9 @@ class Survey:
         for some in _chunks(index):
             entries = ledger.client.hmget(ledger.unacked, [tag for tag, _ in some])
             for (tag, taken), entry in zip(some, entries, strict=True):
-                of = DeliveryTag.of(_text(tag))
+                of = DeliveryTag.of(decoded(tag))
                 if entry is not None and (of is None or of.lease not in known):
-                    yield Unacknowledged.of(_text(tag), _text(entry), taken, now)
+                    yield Unacknowledged.of(decoded(tag), decoded(entry), taken, now)
 
     def list_of(self, message: Unacknowledged) -> str:
         """Return the list that a message goes back to, "" if the app does not know its one queue.
@@ -246,10 +252,6 @@ def _chunks(found: Iterable[Any]) -> Iterator[list[Any]]:
         yield some
 
 
-def _text(reply: bytes | str) -> str:
-    return reply.decode(errors="surrogateescape") if isinstance(reply, bytes) else reply
-
-
 def has_leases(app: Any) -> bool:
     """Return whether an app's broker can have worker leases; it is not connected to."""
     try:
@@ -263,8 +265,7 @@ def has_leases(app: Any) -> bool:
 @contextmanager
 def open_survey(app: Any) -> Iterator[Survey | None]:
     """Give the questions to an app's broker, None if it is not kombu's own Redis transport."""
-    limits = {"socket_timeout": TIMEOUT, "socket_connect_timeout": TIMEOUT}
-    with app.connection_for_read(transport_options=limits) as connection:
+    with app.connection_for_read(transport_options=TIME_LIMITS) as connection:
         channel = connection.channel() if has_leases(app) else None
         if channel is None or not is_kombus(channel):
             yield None

@@ -85,7 +85,7 @@ def moved(entry: str, *, anew: bool = False) -> str | None:
     """
     raw = json.loads(entry)[0]
     properties = raw["properties"]
-    moves = 0 if anew else _count(properties) + 1
+    moves = 0 if anew else moves_of(properties) + 1
     if moves > MOST_MOVES:
         return None
     properties.update({"delivery_tag": str(uuid4()), MOVES: moves})
@@ -94,6 +94,7 @@ def moved(entry: str, *, anew: bool = False) -> str | None:
     return json.dumps(raw)
 
 
-def _count(properties: Mapping[str, Any]) -> int:
+def moves_of(properties: Mapping[str, Any]) -> int:
+    """Return how often in a row a message was moved, as it says itself."""
     counted = properties.get(MOVES)
     return counted if type(counted) is int and counted > 0 else 0
