@@ -16,7 +16,7 @@ from pathlib import Path
 from example_worker.bootstrap import REPOSITORY, ensure
 from tests.changes import PAGES, STORES, changed, touches
 
-SIDE_BY_SIDE = 4  # tests: most of them wait for servers and workers
+SIDE_BY_SIDE = 6  # tests: most of them wait for servers and workers
 LINT = (("ruff", "check"), ("ruff", "format", "--check"))
 TYPES = ("mypy", "celery_redlock", "celery_redlock_entry.py", "pytest_celery_redlock.py")
 ALL_TYPES = ("mypy",)  # and the other trees that pyproject.toml names

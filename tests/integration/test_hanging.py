@@ -42,7 +42,7 @@ def answered(stage: Stage, where: list[str]) -> int:
     return PINGS
 
 
-@pytest.mark.parametrize("pool", slow_but(("prefork", "gevent"), ("prefork", "threads", "gevent")))
+@pytest.mark.parametrize("pool", slow_but(("prefork",), ("prefork", "threads", "gevent")))
 def test_a_frozen_backend_and_a_frozen_node_keep_no_worker_from_its_commands(
     nodes: Nodes, backend: EmbeddedNode, make_stage: MakeStage, pool: str
 ) -> None:

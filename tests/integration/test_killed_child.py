@@ -16,7 +16,7 @@ from celery_redlock.tasks.children.journal import SIZE
 from celery_redlock.testing import WorkerProcess
 from tests.conftest import TTL, Nodes, eventually
 from tests.contract.proxy import FAIR, Proxy, Way, Weather, proxies
-from tests.integration.conftest import ROOT, Line, MakeStage, Stage
+from tests.integration.conftest import ROOT, Line, MakeStage, Stage, slow_but
 
 WORKER = {"concurrency": 4}
 THEIRS = "theirs"  # a value that another's lock has
@@ -185,7 +185,7 @@ def test_the_lock_of_a_killed_child_of_a_custom_pool_is_released(
     see_released_by_the_parent(stage, worker, line)
 
 
-@pytest.mark.parametrize("how", ["segfault", "_exit"])
+@pytest.mark.parametrize("how", slow_but(["segfault"], ["segfault", "_exit"]))
 def test_the_lock_of_a_child_that_ends_by_itself_is_released(
     stage: Stage, key: str, worker: WorkerProcess, how: str
 ) -> None:

@@ -15,7 +15,7 @@ from tests.integration.conftest import Line, MakeStage, Stage, overlaps, slow_bu
 from tests.integration.test_loss import see_renewed
 
 POOLS = ("prefork", "threads", "solo", "gevent")
-FAST = ("prefork", "gevent")
+FAST = ("prefork",)
 CUTS = ("prefork", "gevent")  # whose bodies a cold shutdown ends
 LONG = 100.0  # s: a body that nobody waits for
 SOON = 8.0  # s: one that threads finish, though the worker is told to stop at once

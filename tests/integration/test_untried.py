@@ -16,7 +16,15 @@ import pytest
 
 from celery_redlock.testing import EmbeddedNode, WorkerProcess
 from tests.conftest import Nodes, eventually
-from tests.integration.conftest import STANDING, Stage, Standing, overlaps, pools, set_stage
+from tests.integration.conftest import (
+    STANDING,
+    Stage,
+    Standing,
+    overlaps,
+    pools,
+    set_stage,
+    slow_but,
+)
 from tests.integration.deliveries import heard, messages_of, see_drained
 
 WORKER = STANDING
@@ -150,7 +158,7 @@ def set_rabbitmq_stage(
         yield lambda kind: set_stage(stack, tmp_path, nodes, standing_broker, rabbitmq, kind)
 
 
-@pytest.mark.parametrize("kind", ["classic", "quorum"])
+@pytest.mark.parametrize("kind", slow_but(["classic"], ["classic", "quorum"]))
 def test_messages_that_wait_in_a_worker_of_rabbitmq_keep_no_other_out(
     set_rabbitmq_stage: Callable[[str], Stage], kind: str
 ) -> None:
