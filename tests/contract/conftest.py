@@ -1,4 +1,4 @@
-"""Fixtures of several files here: other clients, threads to wait in, and a network."""
+"""Fixtures of several files here: other clients, threads to wait in, a network, and a broker."""
 
 from __future__ import annotations
 
@@ -11,15 +11,19 @@ from typing import TypeVar
 
 import pytest
 from celery import Celery
+from redis import Redis
 
 from celery_redlock import Redlock
 from celery_redlock.lock.postgres.address import address_of
 from celery_redlock.lock.transport.address import parse_address
 from celery_redlock.tasks.per_app import redlock_of
+from celery_redlock.tasks.recovery.ledger import Ledger
+from celery_redlock.testing import EmbeddedNode
 from tests.conftest import NODE_TIMEOUT, PATIENCE, Nodes, see_quorum
 from tests.contract.postgres_calls import Session, postgres, sessions_on
 from tests.contract.proxy import Proxy, proxies
 from tests.contract.servers import Command
+from tests.contract.worker_leases import open_ledger
 from tests.postgres import PostgresNode
 
 T = TypeVar("T")
@@ -132,6 +136,29 @@ def sessions(node: PostgresNode) -> Iterator[list[Session]]:
 def command(node: PostgresNode) -> Command:
     """Give a function that asks `node`, as a client does."""
     return postgres(address_of(node.url))
+
+
+@pytest.fixture(scope="module")
+def broker() -> Iterator[EmbeddedNode]:
+    """Give a broker. It keeps what the test before has left."""
+    with EmbeddedNode() as server:
+        yield server
+
+
+@pytest.fixture
+def client(broker: EmbeddedNode) -> Redis:
+    """Give a client of `broker`, which is empty; a file may have another one."""
+    client = broker.client()
+    client.flushall()
+    return client
+
+
+@pytest.fixture
+def ledger(broker: EmbeddedNode, client: Redis) -> Iterator[Ledger]:
+    """Give the worker leases of `broker`, which is empty; a file may have another one."""
+    made = open_ledger(broker.url)
+    yield made
+    made.close()
 
 
 @pytest.fixture

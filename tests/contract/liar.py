@@ -6,7 +6,6 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Iterator
 
 import hiredis
 
@@ -19,6 +18,8 @@ PACE = 0.02  # s between two bytes of it
 
 class Liar:
     """Hands commands on to a node, and what the node says back, but for some that it answers.
+
+    A test has it `closing`.
 
     answers: its own reply, as bytes of RESP, by the digest of a script or the name of a command.
     `DRIPS` goes on until they are cleared.
@@ -88,13 +89,3 @@ def _answer(node: socket.socket, words: list[bytes]) -> bytes:
         said += data
         reader.feed(data)
     return said
-
-
-@contextlib.contextmanager
-def liar(node: EmbeddedNode) -> Iterator[Liar]:
-    """Give a server before a node that says what the node says, until it is told otherwise."""
-    made = Liar(node)
-    try:
-        yield made
-    finally:
-        made.close()

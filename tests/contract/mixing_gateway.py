@@ -22,7 +22,7 @@ NO_SSL = b"N"
 
 
 class MixingGateway:
-    """Listens on a port of its own for one node, or a pooler.
+    """Listens on a port of its own for one node, or a pooler; a test has it `closing`.
 
     cancels: how many cancel requests have come.
     replies: every reply that was handed on, of all clients, in order. The first of each connection
@@ -122,13 +122,3 @@ def _whole_reply(buffer: bytes) -> bytes:
 def _end(side: socket.socket) -> None:
     with contextlib.suppress(OSError):
         side.shutdown(socket.SHUT_RDWR)
-
-
-@contextlib.contextmanager
-def mixing_gateway(node: Server) -> Iterator[MixingGateway]:
-    """Give a gateway before a node, and end it."""
-    made = MixingGateway(node)
-    try:
-        yield made
-    finally:
-        made.close()

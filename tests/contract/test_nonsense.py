@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -28,7 +29,7 @@ from tests.conftest import (
     settle,
 )
 from tests.contract.conftest import REDIS_SERVER
-from tests.contract.liar import DRIPS, Liar, liar
+from tests.contract.liar import DRIPS, Liar
 from tests.contract.test_done_marks import lock_of
 from tests.contract.test_unique import Sender
 
@@ -76,7 +77,7 @@ def each(replies: dict[str, bytes]) -> pytest.MarkDecorator:
 
 @pytest.fixture(scope="module")
 def one(standing_nodes: Nodes) -> Iterator[Liar]:
-    with liar(standing_nodes[0]) as made:
+    with contextlib.closing(Liar(standing_nodes[0])) as made:
         yield made
 
 

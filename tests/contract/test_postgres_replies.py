@@ -7,13 +7,14 @@ it has handed on before. Such a reply is no vote, and costs the connection.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 
 import pytest
 
 from celery_redlock import QuorumUnreachable, Redlock
 from celery_redlock.lock.postgres.address import address_of
 from tests.conftest import NODE_TIMEOUT, TTL, eventually, settle
-from tests.contract.mixing_gateway import MixingGateway, mixing_gateway
+from tests.contract.mixing_gateway import MixingGateway
 from tests.contract.postgres_calls import valid_until
 from tests.contract.renewals import hurry, renew_now
 from tests.postgres import PostgresNode, pooler
@@ -21,7 +22,7 @@ from tests.postgres import PostgresNode, pooler
 
 @pytest.fixture
 def gateway(node: PostgresNode) -> Iterator[MixingGateway]:
-    with mixing_gateway(node) as made:
+    with closing(MixingGateway(node)) as made:
         yield made
 
 
@@ -122,7 +123,7 @@ def test_a_wrong_reply_costs_the_connection_and_says_why(
 
 
 def test_no_cancel_request_goes_through_a_pooler(node: PostgresNode) -> None:
-    with pooler(node) as between, mixing_gateway(between) as gateway:
+    with pooler(node) as between, closing(MixingGateway(between)) as gateway:
         dialled = address_of(gateway.url).dial(60, 0.5)
         assert dialled.is_pooled
         with gateway.withholding():

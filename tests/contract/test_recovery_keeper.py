@@ -20,43 +20,27 @@ from celery_redlock.lock.platform.clock import Platform, SystemClock
 from celery_redlock.signals import MessagesRecoveredEvent, messages_recovered
 from celery_redlock.tasks.per_app import redlock_of
 from celery_redlock.tasks.recovery.keeper import Keeper, keepers, still_owned
-from celery_redlock.tasks.recovery.ledger import Ledger, open_ledger
+from celery_redlock.tasks.recovery.ledger import Ledger
 from celery_redlock.tasks.recovery.step import RecoverMessages
 from celery_redlock.tasks.recovery.tags import DeliveryTag, new_lease
 from celery_redlock.testing import EmbeddedNode
 from tests.conftest import PATIENCE, Nodes, eventually, paused, receiving
+from tests.contract.worker_leases import declare_dead, open_ledger
 
 NOTED = json.dumps([{"body": "", "headers": {"id": "x"}, "properties": {}}, "", "celery"])
-
-
-@pytest.fixture(scope="module")
-def broker() -> Iterator[EmbeddedNode]:
-    with EmbeddedNode() as server:
-        yield server
-
-
-@pytest.fixture
-def client(broker: EmbeddedNode) -> Redis:
-    client = broker.client()
-    client.flushall()
-    return client
-
-
-@pytest.fixture
-def ledger(broker: EmbeddedNode, client: Redis) -> Iterator[Ledger]:
-    made = open_ledger(Celery("beside", broker=broker.url, set_as_current=False), "redlock")
-    yield made
-    made.close()
 
 
 @pytest.fixture
 def keeper(broker: EmbeddedNode, ledger: Ledger) -> Iterator[Keeper]:
     """Give the keeper of a worker; that of no other worker is there to prove anything."""
-    app = Celery("kept", broker=broker.url, set_as_current=False)
-    connect = partial(open_ledger, app, "redlock")
-    made = Keeper(Platform(SystemClock()), connect, "w1@host", app, lambda _: None)
+    made = keeper_of("w1@host", broker)
     yield made
     made.end()
+
+
+def keeper_of(worker: str, broker: EmbeddedNode) -> Keeper:
+    connect = partial(open_ledger, broker.url)
+    return Keeper(Platform(SystemClock()), connect, worker, object(), lambda _: None)
 
 
 def note(ledger: Ledger, tag: str) -> None:
@@ -227,8 +211,7 @@ def test_a_receiver_that_exits_ends_no_keeper(
         for number in range(2):
             lost = new_lease()
             note(ledger, str(DeliveryTag(lost, 0, "celery")))
-            ledger.beat(lost, joins_as="w2@host")
-            ledger.declare_dead(lost, claims=False)
+            declare_dead(ledger, lost, "w2@host", claims=False)
             keeper.join()
             eventually(lambda number=number: len(heard) > number)
     assert heard == [MessagesRecoveredEvent("w2@host", 1)] * 2
@@ -281,9 +264,7 @@ def test_a_worker_in_a_thread_has_a_lease_until_it_ends(
 def test_of_two_workers_of_a_process_each_keeps_its_own(
     keeper: Keeper, broker: EmbeddedNode, ledger: Ledger
 ) -> None:
-    app = Celery("beside", broker=broker.url, set_as_current=False)
-    connect = partial(open_ledger, app, "redlock")
-    other = Keeper(Platform(SystemClock()), connect, "w2@host", app, lambda _: None)
+    other = keeper_of("w2@host", broker)
     keeper.join()
     other.join()
     tag, theirs, before = keeper.tag("celery"), other.tag("celery"), keeper.lease

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from celery import Celery
 from kombu import Connection
 from redis import Redis
 
-from celery_redlock.tasks.recovery.ledger import CHUNK, CLAIM, Beat, Ledger, open_ledger
+from celery_redlock.tasks.recovery.ledger import CHUNK, CLAIM, Beat, Ledger
 from celery_redlock.tasks.recovery.observer import QUIET
 from celery_redlock.tasks.recovery.tags import MOST_MOVES, MOVES, DeliveryTag, new_lease
 from celery_redlock.testing import EmbeddedNode
 from tests.conftest import eventually
+from tests.contract.worker_leases import declare_dead, open_ledger
 
 HOUR = 3_600_000  # ms
 OWN, OTHER = (f"redlock-{digit * 32}" for digit in "ab")
@@ -26,31 +26,6 @@ LISTS = ("celery", "celery\x06\x163", "other")
 
 class MoverEndedError(Exception):
     """Ends a mover."""
-
-
-@pytest.fixture(scope="module")
-def broker() -> Iterator[EmbeddedNode]:
-    with EmbeddedNode() as server:
-        yield server
-
-
-@pytest.fixture
-def client(broker: EmbeddedNode) -> Redis:
-    client = broker.client()
-    client.flushall()
-    return client
-
-
-@pytest.fixture
-def ledger(broker: EmbeddedNode, client: Redis) -> Ledger:
-    return ledger_on(broker)
-
-
-def ledger_on(broker: EmbeddedNode, **options: Any) -> Ledger:
-    """Return the worker leases of a broker; options: of kombu's transport."""
-    app = Celery("shop", broker=broker.url, set_as_current=False)
-    app.conf.broker_transport_options = options
-    return open_ledger(app, "redlock")
 
 
 def now(client: Redis) -> int:
@@ -74,11 +49,6 @@ def note(ledger: Ledger, lease: str, *lists: str, start: int = 0, **properties: 
             pipe.hset(ledger.unacked, tag, entry(str(number), **properties))
             pipe.zadd(ledger.index, {tag: time.time()})
         pipe.execute()
-
-
-def declare(ledger: Ledger, lease: str) -> None:
-    ledger.beat(lease, joins_as="w1@host")
-    assert ledger.declare_dead(lease)
 
 
 def taken(client: Redis, name: str) -> list[str]:
@@ -178,7 +148,7 @@ def test_messages_go_to_the_heads_of_their_lists_in_their_order(
         client.lpush(name, json.dumps({"headers": {"id": "waits"}}))
     note(ledger, OTHER, "celery", start=50)
     note(ledger, OWN, *LISTS, *LISTS, start=7)
-    declare(ledger, OWN)
+    declare_dead(ledger, OWN)
     done = ledger.move_all(OWN)
     assert (done.messages, done.kept, done.refused) == (6, 0, "")
     assert [taken(client, name) for name in LISTS] == [
@@ -197,7 +167,7 @@ def test_a_moved_message_is_another_delivery_and_nothing_else_of_it_changes(
     odd = {"big": 2**80, "none": None, "empty": [], "text": "\ud83d\ude00 \u00e4", "part": 0.1}
     before = json.loads(entry("0", **odd))[0]
     note(ledger, OWN, "celery", **odd)
-    declare(ledger, OWN)
+    declare_dead(ledger, OWN)
     ledger.move_all(OWN)
     [after] = [json.loads(text) for text in client.lrange("celery", 0, -1)]
     properties = after["properties"]
@@ -213,14 +183,14 @@ def test_a_message_that_is_moved_again_and_again_stays_at_last(
     ledger: Ledger, client: Redis
 ) -> None:
     note(ledger, OWN, "celery", **{MOVES: MOST_MOVES - 1})
-    declare(ledger, OWN)
+    declare_dead(ledger, OWN)
     assert ledger.move_all(OWN).messages == 1
     [moved] = client.lrange("celery", 0, -1)
     tag = f"{OTHER}:0:celery"
     client.hset(ledger.unacked, tag, json.dumps([json.loads(moved), "", "celery"]))
     client.zadd(ledger.index, {tag: 1})
     client.delete("celery")
-    declare(ledger, OTHER)
+    declare_dead(ledger, OTHER)
     done = ledger.move_all(OTHER)
     assert (done.messages, done.kept) == (0, 1)
     assert left(ledger) == {tag}
@@ -231,17 +201,17 @@ def test_a_message_that_is_moved_again_and_again_stays_at_last(
 def test_keys_have_the_prefix_of_the_broker_and_its_unacked_key(
     broker: EmbeddedNode, client: Redis, keys: dict[str, str]
 ) -> None:
-    ledger = ledger_on(broker, unacked_index_key="index", **keys)
+    ledger = open_ledger(broker.url, unacked_index_key="index", **keys)
     at, name = keys.get("global_keyprefix", ""), keys.get("unacked_key", "unacked")
     note(ledger, OWN, "celery")
-    declare(ledger, OTHER)
+    declare_dead(ledger, OTHER)
     assert set(client.keys()) == {
         f"{at}{name}",
         f"{at}index",
         f"{at}{{redlock}}:worker_leases_dead:{name}",
         f"{at}{{redlock}}:worker_names:{name}",
     }
-    declare(ledger, OWN)
+    declare_dead(ledger, OWN)
     ledger.move_all(OWN)
     assert taken(client, f"{at}celery") == ["0"]
 
@@ -250,10 +220,10 @@ def test_keys_have_the_prefix_of_the_broker_and_its_unacked_key(
 
 
 def test_two_movers_at_once_move_each_message_once(broker: EmbeddedNode, client: Redis) -> None:
-    movers = [ledger_on(broker) for _ in range(4)]
+    movers = [open_ledger(broker.url) for _ in range(4)]
     count = 2000
     note(movers[0], OWN, *["celery"] * count)
-    declare(movers[0], OWN)
+    declare_dead(movers[0], OWN)
     with ThreadPoolExecutor(len(movers)) as threads:
         done = list(threads.map(lambda mover: mover.move_all(OWN), movers))
     assert sum(one.messages for one in done) == count
@@ -281,7 +251,7 @@ def test_a_mover_that_ends_after_any_call_leaves_the_rest_to_another_one(
         client.flushall()
         note(ledger, OWN, *["celery"] * count, body_encoding=big)
         ledger.beat(OTHER, joins_as="w2@host")
-        declare(ledger, OWN)
+        declare_dead(ledger, OWN)
         try:
             ledger.move_all(OWN, after_calls(calls))
         except MoverEndedError:
@@ -299,7 +269,7 @@ def test_a_mover_that_ends_after_any_call_leaves_the_rest_to_another_one(
 
 def test_a_move_goes_on_with_its_claim(ledger: Ledger, client: Redis) -> None:
     note(ledger, OWN, "celery", "celery")
-    declare(ledger, OWN)
+    declare_dead(ledger, OWN)
     client.zadd(ledger.dead, {OWN: 0})
     claims = []
 
@@ -313,10 +283,10 @@ def test_a_move_goes_on_with_its_claim(ledger: Ledger, client: Redis) -> None:
 
 def test_what_the_broker_has_no_memory_for_stays_and_is_moved_later() -> None:
     with EmbeddedNode(maxmemory_policy="noeviction") as small:
-        ledger, client = ledger_on(small), small.client()
+        ledger, client = open_ledger(small.url), small.client()
         note(ledger, OWN, *["celery"] * 100, body_encoding="x" * 20_000)
         ledger.beat(OTHER, joins_as="w2@host")
-        declare(ledger, OWN)
+        declare_dead(ledger, OWN)
         tags = left(ledger)
         client.config_set("maxmemory", client.info("memory")["used_memory"] // 2)
         done = ledger.move_all(OWN)
@@ -336,7 +306,7 @@ def test_a_list_that_is_none_stops_no_other_message_and_its_own_are_moved_later(
 ) -> None:
     note(ledger, OWN, "celery", "taken", "other")
     client.set("taken", "by another program")
-    declare(ledger, OWN)
+    declare_dead(ledger, OWN)
     done = ledger.move_all(OWN)
     assert (done.messages, done.kept) == (2, 0)
     assert "WRONGTYPE" in done.refused
@@ -372,7 +342,7 @@ def test_an_entry_that_kombu_did_not_write_stays_and_stops_no_other_one(
     tag = f"{OWN}:0:celery"
     client.hset(ledger.unacked, tag, text)
     client.hset(ledger.unacked, f"{OWN}:odd", text)
-    declare(ledger, OWN)
+    declare_dead(ledger, OWN)
     done = ledger.move_all(OWN)
     assert (done.messages, done.kept, done.refused) == (1, 2, "")
     assert client.hgetall(ledger.unacked) == {tag: text, f"{OWN}:odd": text}
@@ -386,12 +356,12 @@ def test_an_entry_that_kombu_did_not_write_stays_and_stops_no_other_one(
 def test_what_an_earlier_owner_does_late_hits_nothing_of_a_later_one(
     broker: EmbeddedNode, client: Redis
 ) -> None:
-    ledger = ledger_on(broker)
+    ledger = open_ledger(broker.url)
     with Connection(broker.url) as connection:
         earlier, later = connection.channel(), connection.channel()
         note(ledger, OWN, *["celery"] * 4)
         tags = [f"{OWN}:{number}:celery" for number in range(4)]
-        declare(ledger, OWN)
+        declare_dead(ledger, OWN)
         ledger.move_all(OWN)
         assert taken(client, "celery") == ["0", "1", "2", "3"]
         texts = client.lrange("celery", 0, -1)
@@ -416,12 +386,12 @@ def test_what_an_earlier_owner_does_late_hits_nothing_of_a_later_one(
 def test_kombus_own_restore_and_a_move_at_once_give_each_message_back_once(
     broker: EmbeddedNode, client: Redis
 ) -> None:
-    ledger, count = ledger_on(broker), 500
+    ledger, count = open_ledger(broker.url), 500
     with Connection(broker.url) as connection:
         channel = connection.channel()
         note(ledger, OWN, *["x"] * count)
         channel.queue_declare("x")
-        declare(ledger, OWN)
+        declare_dead(ledger, OWN)
         with ThreadPoolExecutor(2) as threads:
             moves = threads.submit(ledger.move_all, OWN)
             for number in reversed(range(count)):

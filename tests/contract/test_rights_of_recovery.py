@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 
 import pytest
-from celery import Celery
 from kombu.utils.json import dumps
 from redis.exceptions import ResponseError
 
-from celery_redlock.tasks.recovery.ledger import Ledger, open_ledger
+from celery_redlock.tasks.recovery.ledger import Ledger
 from celery_redlock.tasks.recovery.tags import DeliveryTag, new_lease
 from celery_redlock.testing import EmbeddedNode
+from tests.contract.worker_leases import declare_dead, open_ledger
 from tests.pages import ROOT
 
 PAGE = (ROOT / "docs" / "operations" / "security.md").read_text(encoding="utf-8")
@@ -22,29 +21,21 @@ OF_KOMBU = ("~unacked*", "~celery*", "+ping", "+multi", "+exec", "+@connection")
 MESSAGE = [{"headers": {"task": "take"}, "properties": {"delivery_tag": "x"}, "body": ""}, "", ""]
 
 
-@pytest.fixture(scope="module")
-def broker() -> Iterator[EmbeddedNode]:
-    with EmbeddedNode() as server:
-        yield server
-
-
 def ledger_of(broker: EmbeddedNode, rights: list[str]) -> Ledger:
     """Return the worker leases of a broker whose user has these rights beside those of kombu."""
     broker.client().flushall()
     user = ("reset", "on", ">secret", *OF_KOMBU, *rights)
     broker.client().execute_command("ACL", "SETUSER", "broker", *user)
     broker.client().execute_command("ACL", "LOG", "RESET")
-    url = f"redis://broker:secret@127.0.0.1:{broker.port}/0"
-    return open_ledger(Celery("rights", broker=url, set_as_current=False), "redlock")
+    return open_ledger(f"redis://broker:secret@127.0.0.1:{broker.port}/0")
 
 
 def recover(ledger: Ledger, broker: EmbeddedNode) -> str:
     """Do once all that workers do on the broker; return why a message was not moved, or ""."""
     own, dead = new_lease(), new_lease()
-    ledger.beat(dead, joins_as="celery@web1")
     ledger.beat(own, joins_as="celery@web2")
     broker.client().hset("unacked", str(DeliveryTag(dead, 0, "celery")), dumps(MESSAGE))
-    assert ledger.declare_dead(dead, claims=False)
+    declare_dead(ledger, dead, "celery@web1", claims=False)
     assert ledger.beat(own, claims=True).claimed == dead
     assert ledger.name_of(dead) == "celery@web1"
     done = ledger.move_all(dead)

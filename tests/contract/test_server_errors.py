@@ -45,7 +45,7 @@ from tests.conftest import (
     settle,
 )
 from tests.contract.conftest import REDIS_SERVER
-from tests.contract.liar import liar
+from tests.contract.liar import Liar
 from tests.contract.proxy import FAIR, Way, Weather, proxies
 from tests.contract.renewals import renew_now
 from tests.contract.test_greenlets import GEVENT, tell
@@ -633,7 +633,7 @@ class TestPasswords:
     def test_none_is_shown_in_whatever_words(
         self, reply: str, shared_node: EmbeddedNode, caplog: pytest.LogCaptureFixture
     ) -> None:
-        with liar(shared_node) as lies:
+        with contextlib.closing(Liar(shared_node)) as lies:
             lies.lie(b"AUTH", f"{reply}\r\n".encode())
             with over([f"redis://user:{PASSWORD}@127.0.0.1:{lies.port}"]) as made:
                 said = texts_of(made, caplog)

@@ -213,11 +213,6 @@ def is_kombus(channel: Any) -> bool:
     return is_own and bool(getattr(channel, "ack_emulation", False))
 
 
-def open_ledger(app: Any, prefix: str) -> Ledger:
-    """Return the worker leases of an app's broker, as `ledger_beside` does."""
-    return ledger_beside(app.connection_for_read(), prefix)
-
-
 def ledger_beside(connection: Any, prefix: str) -> Ledger:
     """Return the worker leases on the broker of a connection, over others, with time limits.
 
