@@ -310,6 +310,45 @@ def test_a_profiler_at_work_is_left_there(app: Celery) -> None:
     assert events
 
 
+class TestATaskThatASettingLocks:
+    """As one of a package: its class knows nothing of locks."""
+
+    @staticmethod
+    def adopt(app: Celery, body: Body, **options: Any) -> Task:
+        app.conf.redlock_tasks = {"book": {"key": "account:{account}"}}
+        app.task(shared=False, name="book", **options)(body)
+        app.finalize()
+        return app.tasks["book"]
+
+    @pytest.mark.parametrize("decorate", [passing, of_wrapt, twice])
+    def test_locks_by_what_its_wrapped_function_takes(self, app: Celery, decorate: Any) -> None:
+        task = self.adopt(app, decorate(a_body))
+        for args, kwargs in CALLS:
+            for _ in range(2):
+                assert task.apply(args, kwargs).get() == ("ann", "account:ann")
+            assert task.lock_for(*args, **kwargs).resource == "account:ann"
+
+    def test_leaves_out_of_the_key_what_a_decorator_takes(self, app: Celery) -> None:
+        task = self.adopt(app, taking_the_first(a_body), typing=False)
+        assert task.apply(("t", "ann")).get() == ("ann", "account:ann")
+
+    @pytest.mark.parametrize(("decorate", "body", "args", "kwargs"), MISFITS)
+    def test_fails_each_run_before_its_body_if_an_argument_arrives_elsewhere(
+        self, app: Celery, decorate: Any, body: Body, args: Any, kwargs: Any
+    ) -> None:
+        RAN.clear()
+        task = self.adopt(app, decorate(body), typing=False)
+        for _ in range(2):
+            with pytest.raises(ArgumentsError, match="callable lock_key"):
+                task.apply(args, kwargs).get()
+        assert RAN == []
+
+    def test_is_named_as_advice(self, app: Celery) -> None:
+        self.adopt(app, passing(a_body))
+        (told,) = [str(one) for one in left_open(app) if "decorator" in str(one)]
+        assert "book" in told
+
+
 def test_tasks_behind_a_decorator_are_named_as_advice(app: Celery, nodes: Nodes) -> None:
     def plain(account: str) -> None: ...
 

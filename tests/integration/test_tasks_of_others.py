@@ -16,11 +16,13 @@ from celery.exceptions import ChordError, TaskRevokedError
 
 import celery_redlock
 from celery_redlock import LockedTask, LockTaken, Redlock, RedlockError, SettingsError, current_lock
+from celery_redlock.tasks.arguments import BEHIND_A_DECORATOR
 from celery_redlock.tasks.worker_request import Request
 from celery_redlock.testing import EmbeddedNode
 from tests import fork_server
 from tests.conftest import PATIENCE, Nodes, eventually
-from tests.integration.conftest import ROOT, MakeStage, Stage, no_shared_task_left
+from tests.integration.conftest import ROOT, MakeStage, Stage, Standing, no_shared_task_left
+from tests.workers import ForkedWorker
 
 # a module that a stage imports anew gives its shared tasks to each app that is still there, too
 pytestmark = [
@@ -28,12 +30,12 @@ pytestmark = [
     pytest.mark.xdist_group("vendor"),
 ]
 
-KINDS = ("plain", "bound", "late_ack", "retried", "shared", "class", "late")
+KINDS = ("plain", "bound", "late_ack", "retried", "shared", "class", "late", "wrapped")
 numbers = itertools.count()
 
 
 @pytest.fixture(scope="module")
-def stage(set_standing_stage: MakeStage) -> Stage:
+def standing(set_standing_stage: MakeStage) -> Standing:
     """Give a stage whose one worker runs an app that imports nothing of ours."""
     made = set_standing_stage(result_extended=True)
     made.stack.callback(sys.modules.pop, "tests.integration.vendor")
@@ -41,8 +43,12 @@ def stage(set_standing_stage: MakeStage) -> Stage:
         made.tasks = importlib.import_module("tests.integration.vendor")
         made.app.finalize()
     made.stack.callback(made.app.close)
-    made.worker(module="tests.integration.vendor", concurrency=3)
-    return made
+    return Standing(made, [made.worker(module="tests.integration.vendor", concurrency=3)])
+
+
+@pytest.fixture(scope="module")
+def stage(standing: Standing) -> Stage:
+    return standing.stage
 
 
 @pytest.fixture
@@ -82,6 +88,15 @@ def test_a_setting_alone_locks_a_task_however_it_is_made(
     assert waiting.get(timeout=120) == account
     assert ran(stage, account) == 1
     stage.see_freed(f"account:{account}")
+
+
+def test_a_worker_says_at_its_start_which_tasks_stand_behind_a_decorator(
+    worker: ForkedWorker,
+) -> None:
+    [line] = [one for one in worker.output().splitlines() if BEHIND_A_DECORATOR in one]
+    assert ": INFO/" in line
+    assert "vendor.every_wrapped" in line
+    assert "vendor.every_plain" not in line
 
 
 def test_two_tasks_of_one_template_run_one_after_the_other(stage: Stage, account: str) -> None:
