@@ -13,13 +13,14 @@ import sys
 from example_worker.bootstrap import REPOSITORY
 
 SUPPORTED = ("3.11", "3.12", "3.13", "3.14")
-# cuts at each point, threads, greenlets, asyncio, decorators (compared in two ways), and the
-# simulator with its properties
+# cuts at each point, threads, greenlets, asyncio, subinterpreters, decorators (compared in two
+# ways), and the simulator with its properties
 DEPENDS = (
     *("tests/contract/test_cut_anywhere.py", "tests/contract/test_reentry.py"),
     *("tests/contract/test_async.py", "tests/contract/test_event_loop.py"),
     *("tests/contract/test_greenlets.py", "tests/contract/test_dropped.py"),
     *("tests/contract/test_watchdog.py", "tests/contract/test_wakeup.py"),
+    "tests/contract/test_subinterpreters.py",
     "tests/integration/test_decorators.py",
     *("tests/unit/test_interrupts.py", "tests/unit/test_children.py", "tests/unit/test_sleeper.py"),
     *("tests/unit/test_compatibility.py", "tests/unit/transport", "tests/simulation"),
