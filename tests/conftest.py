@@ -56,7 +56,11 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("any machine")
 
 # of the lane of pages: files, and what they import that the default run does not install
-OF_PAGES = {"integration/test_flower.py": "selenium", "test_site.py": "sphinx"}
+OF_PAGES = {
+    "integration/test_flower.py": "selenium",
+    "integration/test_third_party.py": "gunicorn",
+    "test_site.py": "sphinx",
+}
 collect_ignore = [file for file, module in OF_PAGES.items() if find_spec(module) is None]
 
 T = TypeVar("T")

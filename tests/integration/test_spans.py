@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,9 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from celery_redlock import Backoff, Redlock
 from tests.conftest import Nodes, eventually
 from tests.integration.conftest import STANDING, MakeStage, Stage, StandingStages, slow_but
+from tests.pages import ROOT
 
+PAGE = (ROOT / "docs" / "operations" / "monitoring.md").read_text(encoding="utf-8")
 SLOW = Backoff(first=1e7, cap=1e7)
 Span = dict[str, Any]
 pytestmark = pytest.mark.xdist_group("spans")
@@ -45,6 +49,21 @@ def see_span(stage: Stage, result: Any, outcome: str) -> Span:
     return eventually(found) or {}
 
 
+def of_ours(attributes: dict[str, Any]) -> set[str]:
+    return {name for name in attributes if name.startswith("redlock.")}
+
+
+def on_the_page(*outcomes: str) -> set[str]:
+    """Return the attributes that the page's table has for these outcomes of a delivery."""
+    rows = re.findall(r"^\| (`redlock\..+?) \| (.+) \|$", PAGE, re.MULTILINE)
+    found = [
+        re.findall(r"`(redlock\.\w+)`", names)
+        for names, when in rows
+        if any(word in when for word in (*outcomes, "any of these outcomes"))
+    ]
+    return {name for names in found for name in names}
+
+
 @pytest.fixture
 def traced(
     request: pytest.FixtureRequest, standing_stages: StandingStages, pool: str
@@ -60,9 +79,14 @@ def test_each_delivery_has_what_became_of_its_lock_on_its_span(traced: Stage, ke
     stage, resource = traced, f"k:{key}"
     held = stage.tasks.until.delay(key, f"{key}-go")
     stage.wait_for("begin")
-    waiting = stage.tasks.fenced.apply_async((key,), lock={"backoff": SLOW, "wait": 0.1})
+    trace = uuid.uuid4().hex
+    waiting = stage.tasks.fenced.apply_async(
+        (key,), lock={"backoff": SLOW, "wait": 0.1},
+        headers={"traceparent": f"00-{trace}-{'1' * 16}-01"},
+    )  # fmt: skip
     # the instrumentation keeps one span for each task id: the next delivery comes after this one
-    republish = see_span(stage, waiting, "deferred")["attributes"]
+    try_span = see_span(stage, waiting, "deferred")
+    republish = try_span["attributes"]
     skipped = stage.tasks.work.apply_async((key,), lock={"on_conflict": "skip"})
     with pytest.raises(TaskRevokedError):
         skipped.get(timeout=120)
@@ -73,12 +97,18 @@ def test_each_delivery_has_what_became_of_its_lock_on_its_span(traced: Stage, ke
     assert held.id in republish["redlock.holder"]
     assert republish["redlock.deferrals"] >= 1
     assert republish["redlock.countdown"] >= 0
-    ran = see_span(stage, waiting, "released")["attributes"]
+    run_span = see_span(stage, waiting, "released")
+    assert [one["context"]["trace_id"] for one in (try_span, run_span)] == [f"0x{trace}"] * 2
+    ran = run_span["attributes"]
     assert ran["redlock.fencing_token"] == token
     assert ran["redlock.deferrals"] >= 1
     assert ran["redlock.waited"] > 0
     assert ran["redlock.held_for"] > 0
-    assert "is held by" in see_span(stage, skipped, "skipped")["attributes"]["redlock.reason"]
+    refused = see_span(stage, skipped, "skipped")["attributes"]
+    assert "is held by" in refused["redlock.reason"]
+    assert of_ours(republish) == on_the_page("deferred")
+    assert of_ours(ran) == on_the_page("acquired", "released")
+    assert of_ours(refused) == on_the_page("skipped")
     first = see_span(stage, held, "released")["attributes"]
     assert (first["redlock.resource"], first["redlock.deferrals"]) == (resource, 0)
 
