@@ -8,8 +8,8 @@ counts what the process executes, and not what servers do.
 The load of the machine decides how often a process waits and wakes, and so changes a count. Hence
 the trees take turns, part by part, and the result is the median of the ratios of all turns. The
 counts that are shown are the lower quartile of the parts, in which nothing waited. No node times
-out meanwhile, no lock is renewed, no garbage is collected, and no timer of the worker fires: what
-that costs is in no figure.
+out meanwhile, no lock and no worker lease is renewed, no garbage is collected, and no timer of the
+worker fires: what that costs is in no figure.
 """
 
 from __future__ import annotations
