@@ -53,6 +53,7 @@ LEFT = (
 ROLES = (
     "SELECT quote_ident(rolname) FROM pg_roles WHERE rolname !~ '^pg_' AND rolname <> 'postgres'"
 )
+PLACE = "SELECT system_identifier, current_database() FROM pg_control_system()"
 S = TypeVar("S", bound="Server")
 
 
@@ -265,6 +266,15 @@ class Server:
         self._claim.close()
         atexit.unregister(self.kill)
         self._temporary.cleanup()
+
+
+def dump(node: PostgresNode, to: PostgresNode) -> None:
+    """Restore a dump of a node on another one."""
+    with tempfile.TemporaryDirectory(prefix="postgres-") as folder:
+        _own(Path(folder))
+        file = f"{folder}/dump.sql"
+        _run(binaries() / "pg_dump", "--schema=redlock", f"--file={file}", node.url)
+        _run(binaries() / "psql", "--no-psqlrc", "--set=ON_ERROR_STOP=1", f"--file={file}", to.url)
 
 
 def _state_of(process: psutil.Process) -> str:
@@ -513,12 +523,14 @@ server_login_retry = 0.2
     def _place(self, database: str) -> str:
         return f"host=127.0.0.1 port={self._node.port} user=postgres dbname={database}"
 
-    def move(self, before: str, after: str) -> None:
-        """Serve another database of the node under the same name; clients stay connected."""
-        text = self._config.read_text()
-        self._config.write_text(text.replace(self._place(before), self._place(after)))
+    def move(self, before: str, after: str, to: PostgresNode | None = None) -> None:
+        """Serve another database under the same name; clients stay connected. to: another node."""
+        text, place = self._config.read_text(), self._place(before)
+        self._node = to or self._node
+        self._config.write_text(text.replace(place, self._place(after)))
         os.kill(self.pid, signal.SIGHUP)
-        eventually(lambda: self.query("SELECT current_database()") == [(after,)])
+        [(cluster, _)] = self._node.query(PLACE)
+        eventually(lambda: self.query(PLACE) == [(cluster, after)])
 
     def restart(self) -> None:
         """End it as `kill -9` does, and start it again: each client loses its connection."""

@@ -1,4 +1,4 @@
-"""Another server, database or schema than at the connect may lack locks: it abstains for a while.
+"""Another cluster, database or schema than at the connect may lack locks: it abstains for a while.
 
 Behind a pooler, clients stay connected meanwhile. `setup` moves the schema of an earlier release.
 """
@@ -14,11 +14,18 @@ import pytest
 
 from celery_redlock import Lock, Redlock
 from celery_redlock.lock.postgres.schema import VERSION, create_schema
-from tests.conftest import NODE_TIMEOUT, TTL, eventually
+from tests.conftest import NODE_TIMEOUT, TTL, eventually, made_once
 from tests.contract.postgres_calls import ONE, TWO, Session, grant
 from tests.contract.renewals import renew_now
-from tests.contract.test_postgres_failures import END_OF_QUIET, QUIET, RUN, is_refused, over
-from tests.postgres import Pooler, PostgresNode, pooler, standing_node
+from tests.contract.test_postgres_failures import (
+    END_OF_QUIET,
+    QUIET,
+    RUN,
+    VALUE,
+    is_refused,
+    over,
+)
+from tests.postgres import Pooler, PostgresNode, dump, make_template, pooler, standing_node
 
 TENURE = "SELECT convert_from(value, 'UTF8') FROM redlock.key WHERE name = '{redlock}:tenure'"
 ROWS = (
@@ -133,6 +140,60 @@ class TestAPoolerThatMoves:
                 assert is_refused(rival)
                 assert lock.held
             assert "another server, database or schema" in caplog.text
+
+
+@pytest.fixture
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PostgresNode]:
+    """Give a second server, whose data is no copy of the node's, without a schema."""
+    template = made_once(tmp_path_factory, "postgres-other-template", make_template)
+    with PostgresNode(template, fsync=False) as made:
+        yield made
+
+
+class TestAPoolerThatMovesToAnotherCluster:
+    """One of a dump, of pg_upgrade or of logical replication is on the same timeline."""
+
+    @pytest.fixture
+    def pool_of(self, node: PostgresNode) -> Iterator[Pooler]:
+        with pooler(node) as made:
+            yield made
+
+    @pytest.mark.parametrize("has_rows", [False, True], ids=["new schema", "restored dump"])
+    @pytest.mark.parametrize("restarts", [False, True], ids=["reload", "restart"])
+    def test_nobody_gets_a_lock_that_is_not_there(
+        self, pool_of: Pooler, node: PostgresNode, cluster: PostgresNode,
+        has_rows: bool, restarts: bool,
+    ) -> None:  # fmt: skip
+        with two_over(pool_of.url) as (redlock, rival):
+            if has_rows:
+                dump(node, cluster)
+            else:
+                cluster.setup()
+            with held(redlock) as lock:
+                pool_of.move("postgres", "postgres", cluster)
+                if restarts:
+                    pool_of.restart()
+                assert is_refused(rival)
+                eventually(lambda: cluster.query(QUIET) or not is_refused(rival))
+                assert is_refused(rival)
+                assert lock.held
+
+    def test_nor_after_the_move_is_undone(
+        self, pool_of: Pooler, node: PostgresNode, cluster: PostgresNode
+    ) -> None:
+        with two_over(pool_of.url) as (redlock, rival):
+            dump(node, cluster)
+            pool_of.move("postgres", "postgres", cluster)
+            assert is_refused(redlock)
+            eventually(lambda: cluster.query(QUIET))
+            cluster.query(END_OF_QUIET)
+            with held(redlock) as lock:
+                assert cluster.query(VALUE)
+                pool_of.move("postgres", "postgres", node)
+                renew_now(redlock, lock)
+                eventually(lambda: node.query(QUIET))
+                assert is_refused(rival)
+                assert lock.held
 
 
 class TestASetup:
