@@ -3,8 +3,8 @@
 A decorator that passes everything on (`*args, **kwargs`) says by `__wrapped__` whose parameters are
 meant. It may still add an argument, take one out or move one: then a key would be made of another
 argument than the one that the caller means. So the first runs are compared at the entry of the
-wrapped function, by the identity of the objects, for each form of call. Not here: how a key is made
-(`settings/task_config.py`).
+wrapped function, by the identity of the objects, for each form of call. If that entry is not seen,
+a warning says so. Not here: how a key is made (`settings/task_config.py`).
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import itertools
+import logging
 import sys
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -37,13 +39,20 @@ class Call(Protocol):
 
 _ANY = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 WAYS_OUT = (
-    "give the decorator a `__signature__`, use a callable lock_key, or take the argument inside "
-    "the body"
+    "give the decorator a __signature__, use a callable lock_key, or take the argument inside the "
+    "body"
 )
 BEHIND_A_DECORATOR = (
     "the key is made of what the wrapped function takes. If a decorator or `__call__` adds, takes "
     f"out or moves an argument, the runs fail: {WAYS_OUT}"
 )
+
+
+UNSEEN_RUNS = 3  # before the warning: a decorator may return without a call of the function
+_ANOTHER_PROFILER = "another profiler is at work"
+_NO_PYTHON = "it has no Python code"
+_ELSEWHERE = "it was called in another thread, or not at all"
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -66,7 +75,7 @@ class Parameters:
     """What a function takes of a call.
 
     signature: without `self`. taken: by decorators, the outermost first. inner: the code of the
-    function that the signature is of, None if nothing stands before it. through: what does.
+    function that the signature is of, None if that is not Python's. through: what stands before it.
     """
 
     signature: inspect.Signature
@@ -140,8 +149,8 @@ def _code_of(function: Any) -> CodeType | None:
     while type(function) in (functools.partial, types.MethodType):
         is_partial = type(function) is functools.partial
         function = function.func if is_partial else function.__func__
-    code = getattr(function, "__code__", None)
-    return code if isinstance(code, CodeType) else None
+    # functions of Cython have a `__code__`, which nobody enters
+    return function.__code__ if isinstance(function, types.FunctionType) else None
 
 
 def _named(function: Any) -> str:
@@ -166,18 +175,17 @@ class Arrivals:
     positional arguments, names of the others) is compared until a run has proved it right.
     """
 
-    def __init__(self, task_name: str, parameters: Parameters, inner: CodeType) -> None:
-        self._task_name, self._parameters, self._inner = task_name, parameters, inner
+    def __init__(self, task_name: str, parameters: Parameters) -> None:
+        self._task_name, self._parameters = task_name, parameters
         self._proved: set[object] = set()
         self._misfits: dict[object, str] = {}
+        self._was_seen = False
+        self._unseen = itertools.count(1)
 
     @classmethod
     def of(cls, task_name: str, parameters: Parameters) -> Arrivals | None:
         """Return what compares the calls of a task; None if nothing stands before its function."""
-        inner = parameters.inner
-        if inner is None or not parameters.through:
-            return None
-        return cls(task_name, parameters, inner)
+        return cls(task_name, parameters) if parameters.through else None
 
     def around(self, body: Body, call: Call) -> Body:
         """Return the body, or one that is compared as it runs.
@@ -192,7 +200,7 @@ class Arrivals:
         args, kwargs = self._parameters.passed_on(call.args, call.kwargs)
         refuse = functools.partial(self._error, call)
         bound = self._parameters.signature.bind(*args, **kwargs)
-        comparison = _Comparison(self._inner, bound, refuse)
+        comparison = _Comparison(self._parameters.inner, bound, refuse)
         return functools.partial(self.run_compared, body, form, comparison)
 
     def run_compared(
@@ -208,7 +216,19 @@ class Arrivals:
             elif comparison.is_proof:
                 self._proved.add(form)
         comparison.check()  # a decorator may have caught the error
+        if comparison.is_over:
+            self._was_seen = True
+        elif not self._was_seen and next(self._unseen) == UNSEEN_RUNS:
+            self._log_unseen(comparison.obstacle, WAYS_OUT)
         return result
+
+    def _log_unseen(self, why: str, ways_out: str) -> None:
+        logger.warning(
+            "%s: in %d runs its wrapped function was not seen (%s), so its arguments are not "
+            "compared with those of the key: %s",
+            self._task_name, UNSEEN_RUNS, why, ways_out,
+            extra={"event": "arguments_not_seen", "task": self._task_name, "reason": why},
+        )  # fmt: skip
 
     def _error(self, call: Call, why: str) -> ArgumentsError:
         hint = (
@@ -247,19 +267,24 @@ class _Comparison:
     """One run's. misfit: what is wrong, once it is known. is_proof: it has shown that all is right.
 
     bound: the arguments of the call as the key takes them. refuse: returns the error for a misfit.
+    is_over: the function was entered. obstacle: why it is not seen, if it is not.
     """
 
     def __init__(
-        self, inner: CodeType, bound: inspect.BoundArguments, refuse: Callable[[str], Exception]
+        self,
+        inner: CodeType | None,
+        bound: inspect.BoundArguments,
+        refuse: Callable[[str], Exception],
     ) -> None:
         self.inner, self._bound, self._refuse = inner, bound, refuse
-        self.misfit, self.is_proof, self._is_over = "", False, False
+        self.misfit, self.is_proof, self.is_over = "", False, False
+        self.obstacle = _NO_PYTHON if inner is None else _ELSEWHERE
 
     def compare(self, frame: FrameType) -> None:
         """Compare at the entry of the function; raises what `refuse` returns of a misfit."""
-        if self._is_over:
+        if self.is_over:
             return
-        self._is_over = True
+        self.is_over = True
         arrived = dict(frame.f_locals)
         names = self._bound.signature.parameters
         values = _each(self._bound.arguments, names)
@@ -325,34 +350,38 @@ def _at_entry(comparison: _Comparison) -> Iterator[None]:
     """Have a comparison look at the next entry of its function in this thread or greenlet."""
     before = _current.set(comparison)
     try:
-        with _monitored(comparison.inner):
+        with _monitored(comparison):
             yield
     finally:
         _current.reset(before)
 
 
-def _look(frame: FrameType | None) -> None:
+def _look(frame: FrameType | None) -> bool:
+    """Compare at the entry of the function that is compared; return whether this is it."""
     comparison = _current.get()
-    if comparison is not None and frame is not None and frame.f_code is comparison.inner:
-        comparison.compare(frame)
+    if comparison is None or frame is None or frame.f_code is not comparison.inner:
+        return False
+    comparison.compare(frame)
+    return True
 
 
 def _profile(frame: FrameType, event: str, _: Any) -> None:
-    if event == "call":
-        _look(frame)
+    if event == "call" and _look(frame):
+        sys.setprofile(None)  # else the body would run several times as long
 
 
 @contextlib.contextmanager
-def _profiled() -> Iterator[None]:
+def _profiled(comparison: _Comparison) -> Iterator[None]:
     """Call `_look` at each call of this thread; nothing while another profiler is at work."""
-    is_ours = sys.getprofile() in (None, _profile)
-    if is_ours:
+    if sys.getprofile() in (None, _profile):
         sys.setprofile(_profile)
     try:
         yield
     finally:
-        if is_ours:
+        if sys.getprofile() is _profile:
             sys.setprofile(None)
+        elif not comparison.is_over:  # also if a decorator's profiler has begun and ended meanwhile
+            comparison.obstacle = _ANOTHER_PROFILER
 
 
 if sys.version_info >= (3, 12):
@@ -362,14 +391,17 @@ if sys.version_info >= (3, 12):
         _look(sys._getframe(1))
 
     @contextlib.contextmanager
-    def _monitored(code: CodeType) -> Iterator[None]:
+    def _monitored(comparison: _Comparison) -> Iterator[None]:
         """Call `_look` at each entry of a function, in any thread; elsewhere it costs nothing."""
-        monitoring = sys.monitoring
+        monitoring, code = sys.monitoring, comparison.inner
+        if code is None:
+            yield
+            return
         if monitoring.get_tool(_TOOL) is None:
             monitoring.use_tool_id(_TOOL, "celery_redlock")
             monitoring.register_callback(_TOOL, monitoring.events.PY_START, _on_start)
         if monitoring.get_tool(_TOOL) != "celery_redlock":
-            with _profiled():
+            with _profiled(comparison):
                 yield
             return
         # never switched off again: threads that compare at the same time would have to be counted
@@ -377,5 +409,5 @@ if sys.version_info >= (3, 12):
         yield
 else:
 
-    def _monitored(code: CodeType) -> contextlib.AbstractContextManager[None]:
-        return _profiled()
+    def _monitored(comparison: _Comparison) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if comparison.inner is None else _profiled(comparison)

@@ -5,10 +5,12 @@ All here run in this process, as `apply` does it, over real nodes.
 
 from __future__ import annotations
 
+import cProfile
 import functools
 import inspect
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from celery import Celery, Task
 from celery_redlock import LockedTask, SettingsError, current_lock
 from celery_redlock.errors import ArgumentsError
 from celery_redlock.operate.start_report import left_open
+from celery_redlock.tasks.arguments import UNSEEN_RUNS, WAYS_OUT
 from tests.conftest import Nodes
 
 Body = Callable[..., Any]
@@ -347,6 +350,104 @@ class TestATaskThatASettingLocks:
         self.adopt(app, passing(a_body))
         (told,) = [str(one) for one in left_open(app) if "decorator" in str(one)]
         assert "book" in told
+
+
+def in_a_thread(body: Body) -> Body:
+    """Call it in another thread, as what gives a body a time limit does."""
+
+    @functools.wraps(body)
+    def inner(*args: Any, **kwargs: Any) -> Any:
+        with ThreadPoolExecutor() as pool:
+            return pool.submit(body, *args, **kwargs).result()
+
+    return inner
+
+
+def profiling(body: Body) -> Body:
+    @functools.wraps(body)
+    def inner(*args: Any, **kwargs: Any) -> Any:
+        return cProfile.Profile().runcall(body, *args, **kwargs)
+
+    return inner
+
+
+def at_times(body: Body) -> Body:
+    """Call it for some accounts alone."""
+
+    @functools.wraps(body)
+    def inner(*args: Any, **kwargs: Any) -> Any:
+        if args[0] == "wrong":
+            raise ValueError(args[0])
+        return body(*args, **kwargs) if args[0] == "ann" else "cached"
+
+    return inner
+
+
+def nothing(account: str, text: str = "") -> None: ...
+
+
+IS_BY_PROFILE = sys.version_info < (3, 12)  # later versions have a way beside profilers
+UNSEEN: dict[str, tuple[Body, str, bool]] = {
+    "a thread": (in_a_thread(nothing), "it was called in another thread", True),
+    "no Python": (passing(len), "it has no Python code", True),
+    "a profiler": (profiling(nothing), "another profiler is at work", IS_BY_PROFILE),
+}
+
+
+class TestAFunctionThatIsNotSeen:
+    @pytest.mark.parametrize("case", UNSEEN)
+    def test_is_named_once_after_a_few_runs_in_a_row(
+        self, app: Celery, case: str, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        body, why, is_unseen = UNSEEN[case]
+        task = app.task(base=LockedTask, shared=False, name="book", lock_args=[])(body)
+        for _ in range(UNSEEN_RUNS - 1):
+            task.apply(("ann",)).get()
+        assert told(caplog) == []
+        for _ in range(UNSEEN_RUNS * 2):
+            task.apply(("ann",)).get()
+        lines = told(caplog)
+        assert len(lines) == is_unseen
+        for line in lines:
+            for part in ("book: ", why, WAYS_OUT):
+                assert part in line
+
+    def test_is_no_matter_once_another_run_has_shown_it(
+        self, app: Celery, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        task = make(app, at_times(a_body))
+        for account in ["bob"] * (UNSEEN_RUNS - 1) + ["ann"]:
+            task.apply((account, "a text")).get()
+        for _ in range(UNSEEN_RUNS):
+            assert task.apply(("bob",)).get() == "cached"
+        assert told(caplog) == []
+
+    def test_of_a_run_that_fails_is_no_sign(
+        self, app: Celery, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        task = make(app, at_times(a_body))
+        for _ in range(UNSEEN_RUNS):
+            with pytest.raises(ValueError, match="wrong"):
+                task.apply(("wrong",)).get()
+        assert told(caplog) == []
+        for _ in range(UNSEEN_RUNS):
+            task.apply(("bob",)).get()
+        assert len(told(caplog)) == 1
+
+
+def told(caplog: pytest.LogCaptureFixture) -> list[str]:
+    events = "arguments_not_seen"
+    return [one.getMessage() for one in caplog.records if getattr(one, "event", "") == events]
+
+
+def test_no_body_runs_under_a_profiler_of_ours(app: Celery) -> None:
+    seen: list[Any] = []
+
+    def body(account: str) -> None:
+        seen.append(sys.getprofile())
+
+    make(app, passing(body)).apply(("ann",)).get()
+    assert seen == [None]
 
 
 def test_tasks_behind_a_decorator_are_named_as_advice(app: Celery, nodes: Nodes) -> None:
