@@ -6,6 +6,7 @@ monitors show: Celery's own `events`, and Flower.
 
 from __future__ import annotations
 
+import signal
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +21,8 @@ from flower.events import EventsState
 
 from tests.conftest import eventually
 from tests.integration.conftest import ROOT, Stage, Standing, pools
-from tests.integration.deliveries import see_drained, watched
+from tests.integration.deliveries import messages_of, see_drained, watched
+from tests.workers import ForkedWorker
 
 PAGE = ROOT / "docs" / "reference" / "states-and-events.md"
 ACKS = {"early": "work", "late": "late"}  # the tasks that acknowledge so
@@ -44,6 +46,8 @@ FOR_LOCK, FOR_SLOT = f"{CANCELLED}, while it waits for its lock", "the same, for
 GAVE_UP, SKIPPED = "it gives up", 'it gives up, with `on_give_up="skip"`'
 GIVEN_BACK = "its worker stops, or it is moved to another queue"
 PURGED = "purged in its queue"
+LEFT = "its worker stops or is killed while it waits for a free slot"
+RUNS = "purged while it waits for a free slot: it runs"
 ROWS = {
     FOR_LOCK: Ended("REVOKED", "task-retried, task-revoked", "REVOKED"),
     FOR_SLOT: Ended("REVOKED", "task-revoked", "REVOKED"),
@@ -51,6 +55,8 @@ ROWS = {
     SKIPPED: Ended("REVOKED", "task-skipped", "SKIPPED"),
     GIVEN_BACK: Ended("DEFERRED", "none", "DEFERRED"),
     PURGED: Ended("DEFERRED", "none", "DEFERRED"),
+    LEFT: Ended("PENDING", "none", "RECEIVED"),
+    RUNS: Ended("SUCCESS", "task-succeeded", "SUCCESS"),
 }
 
 
@@ -217,3 +223,88 @@ def test_a_message_that_its_worker_gives_back_ends_as_the_table_says(
             assert result.get(timeout=120) == 0
         eventually(lambda: {monitor.ended(one).monitor for one in (stays, moved)} == {"SUCCESS"})
         monitor.see(PURGED, purged)
+
+
+def reserve(stage: Stage, worker: ForkedWorker, ack: str, key: str, slots: int = 2) -> Any:
+    """Fill a worker's slots until there is a file `go`; return a message that waits for one."""
+    running = [f"{key}-busy{number}" for number in range(slots)]
+    for one in running:
+        stage.tasks.rebuild.delay(one, "go")
+    eventually(lambda: all(stage.runs_of(one) for one in running))
+    result = getattr(stage.tasks, ACKS[ack]).delay(key)
+    eventually(lambda: f"{result.id}] received" in worker.output())
+    return result
+
+
+def stop(stage: Stage, worker: ForkedWorker, pool: str) -> None:
+    """Stop a worker, and let its bodies end once it begins no more."""
+    names = stage.see_listening(worker.name)
+    worker.signal(signal.SIGTERM)
+    eventually(lambda: "Warm shutdown" in worker.output())
+    if pool != "gevent":  # that one's commands have a greenlet of their own, to the end
+        eventually(lambda: not stage.app.control.ping(names, timeout=1.0))
+    stage.log.with_name("go").touch()
+    worker.wait(120)
+
+
+def see_queued(stage: Stage, result: Any) -> None:
+    """Return when a message waits in its queue, and no worker has any."""
+    client = stage.broker.client()
+    eventually(lambda: result.id in messages_of(stage) and not client.exists("unacked"))
+
+
+@pytest.mark.parametrize("ack", ACKS)
+@pytest.mark.parametrize("pool", pools("threads", every=MEASURED))
+def test_a_message_that_waits_for_a_free_slot_is_not_purged(
+    of_pool: Standing, key: str, ack: str
+) -> None:
+    stage, (worker,) = of_pool.stage, of_pool.workers
+    with monitored(stage) as monitor:
+        result = reserve(stage, worker, ack, key, SLOTS)
+        assert stage.app.control.purge() == 0
+        assert not stage.runs_of(key)
+        stage.log.with_name("go").touch()
+        monitor.see(RUNS, result)
+    assert stage.runs_of(key) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ack", ACKS)
+@pytest.mark.parametrize("pool", MEASURED)
+def test_a_message_that_waits_for_a_free_slot_is_back_as_its_worker_stops(
+    own_stage: Stage, pool: str, ack: str
+) -> None:
+    stage = own_stage
+    worker = stage.worker("w1", pool=pool, concurrency=2, options=["-E"])
+    with monitored(stage) as monitor:
+        result = reserve(stage, worker, ack, "k")
+        stop(stage, worker, pool)
+        if pool == "gevent":  # a full pool has taken it from its worker, and runs it first
+            monitor.see(RUNS, result)
+        else:
+            see_queued(stage, result)
+            monitor.see(LEFT, result)
+            assert not stage.runs_of("k")
+            stage.worker("w2", pool=pool, concurrency=2)
+        assert result.get(timeout=120) == 0
+    assert stage.runs_of("k") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ack", ACKS)
+@pytest.mark.parametrize("pool", MEASURED)
+def test_a_message_that_waits_for_a_free_slot_is_moved_as_its_worker_is_killed(
+    own_stage: Stage, pool: str, ack: str
+) -> None:
+    stage = own_stage
+    killed = stage.worker("w1", pool=pool, concurrency=2, options=["-E"])
+    stage.worker("w2", pool=pool, queues=["other"], options=["-E"])
+    with monitored(stage) as monitor:
+        result = reserve(stage, killed, ack, "k")
+        killed.kill()
+        see_queued(stage, result)
+        monitor.see(LEFT, result)
+        assert not stage.runs_of("k")
+        with stage.consumed("celery", "w2"):
+            assert result.get(timeout=120) == 0
+    assert stage.runs_of("k") == 1
