@@ -245,6 +245,23 @@ def test_arguments_that_do_not_fit_the_wrapped_function_are_refused_at_the_send(
             task.apply_async(args, kwargs)
 
 
+@pytest.mark.parametrize("options", [{"lock_key": "nightly"}, {"lock_args": ()}])
+def test_a_key_without_arguments_is_the_same_wherever_they_arrive(
+    app: Celery, options: dict[str, Any]
+) -> None:
+    def mail(session: Session, account: str) -> str:
+        return resource()
+
+    options = {"base": LockedTask, "lock_unique_for": 60, "typing": False, **options}
+    task = app.task(shared=False, name="book", **options)(adding(mail))
+    expected = options.get("lock_key", "book:any-arguments")
+    for name in ("ann", "bob"):
+        assert task.lock_for(name).resource == expected
+        assert task.apply((name,)).get() == expected
+    app.conf.task_always_eager = False
+    assert [task.delay(name).is_duplicate for name in ("ann", "bob")] == [False, True]
+
+
 def test_equal_arguments_prove_nothing_and_are_compared_again(app: Celery) -> None:
     task = make(app, turning(a_body))
     assert task.apply(("ann", "ann")).get() == ("ann", "account:ann")
@@ -400,7 +417,7 @@ class TestAFunctionThatIsNotSeen:
         self, app: Celery, case: str, caplog: pytest.LogCaptureFixture
     ) -> None:
         body, why, is_unseen = UNSEEN[case]
-        task = app.task(base=LockedTask, shared=False, name="book", lock_args=[])(body)
+        task = app.task(base=LockedTask, shared=False, name="book")(body)
         for _ in range(UNSEEN_RUNS - 1):
             task.apply(("ann",)).get()
         assert told(caplog) == []

@@ -105,7 +105,7 @@ class LockedRun:
             outcomes.end_if_cancelled(delivery)
         self._resolve_options()
         if self.keys.resources:
-            if self.arrivals is not None and not callable(self.options.key):
+            if self.arrivals is not None:
                 body = self.arrivals.around(body, self)
             if "celery_aio_pool.pool" in sys.modules:
                 refuse_aio_pool(delivery.task)
@@ -116,13 +116,13 @@ class LockedRun:
     def _resolve_options(self) -> None:
         delivery, task = self.delivery, self.delivery.task
         config, carried = config_of(task), delivery.header.options
-        self.done_ttl, self.arrivals = config.app.done_ttl, config.arrivals
         if delivery.request.is_eager:
             queue = queue_of_call(task, self.args, self.kwargs)
         else:
             queue = delivery.queue(config.queues)
         heeded = config.heeded(carried) if carried else {}
         self.options = config.options_for(queue, heeded)
+        self.done_ttl, self.arrivals = config.app.done_ttl, config.arrivals_for(self.options)
         if carried:
             log_call_options(delivery, heeded, config.overridden(queue, self.options))
         self.call = TaskCall(task, *dumped(task, self.args, self.kwargs), queue)

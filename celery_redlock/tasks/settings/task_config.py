@@ -50,7 +50,7 @@ from celery_redlock.tasks.settings.options import (
     OptionValue,
     TaskLockOptions,
 )
-from celery_redlock.tasks.settings.templates import TEMPLATE_NAMES, digest, templates_of
+from celery_redlock.tasks.settings.templates import fields_of_key, reads_arguments, templates_of
 
 ANY_ARGUMENTS = "any-arguments"  # instead of a digest, if no argument is part of the key
 _TOO_LONG = f"a resource has at most {MOST_BYTES} bytes"
@@ -123,6 +123,12 @@ class TaskLockConfig:
     def arrivals(self) -> Arrivals | None:
         """Compares where arguments arrive; None if nothing stands before the function."""
         return Arrivals.of(self.task_name, self.parameters)
+
+    def arrivals_for(self, options: TaskLockOptions) -> Arrivals | None:
+        """As `arrivals`; None also if the key of a call is not made of arguments by their names."""
+        if self.arrivals is None or not reads_arguments(options.key, options.args, self.signature):
+            return None
+        return self.arrivals
 
     @functools.cached_property
     def may_be_unique(self) -> bool:
@@ -225,8 +231,8 @@ class TaskLockConfig:
             self._check_names(args, parameters, source_of("args"), args)
             self._check_defaults(None, args)
             return
-        names = [one.name for one in _fields_of(key)]
-        self._check_names(names, (*parameters, *TEMPLATE_NAMES), source_of("key"), key)
+        names = [one.name for one in fields_of_key(key)]
+        self._check_names(names, (*parameters, *templates.TEMPLATE_NAMES), source_of("key"), key)
         if not callable(key) and key is not False:
             self._check_defaults(key, tuple(parameters))
 
@@ -246,7 +252,7 @@ class TaskLockConfig:
         names: the arguments of the digest. None is no error, nor is a default without the item
         that a template names: a call may give another value.
         """
-        parameters, templated = self.signature.parameters, _fields_of(key)
+        parameters, templated = self.signature.parameters, fields_of_key(key)
         defaults = {n: p.default for n, p in parameters.items() if p.default is not p.empty}
         is_digest = "digest" not in parameters and any(one.name == "digest" for one in templated)
         checked: list[tuple[str, Any, Callable[[Any], Any]]] = []
@@ -274,24 +280,32 @@ class TaskLockConfig:
             return ()
         if callable(key):
             return self._called(options, call)
-        binder, args, kwargs = self._binder, call.args, call.kwargs
-        if self.parameters.taken:
-            args, kwargs = self.parameters.passed_on(args, kwargs)
+        parameters, args, kwargs = self.parameters, call.args, call.kwargs
+        if parameters.through and not reads_arguments(key, options.args, self.signature):
+            return self._made_of(options, {}, call.queue)  # whatever a decorator adds
+        binder = parameters.binder
+        if parameters.taken:
+            args, kwargs = parameters.passed_on(args, kwargs)
         try:
             arguments = binder(*args, **kwargs)
         except TypeError as error:  # not retried: Celery publishes no retry that does not fit
             why = str(error).removeprefix(f"{binder.__qualname__}() ")
-            raise misfit(self.task_name, self.parameters, why, call) from None
-        if key is not None:
-            return tuple(self._filled(one, arguments, call.queue) for one in templates_of(key))
-        return (f"{self.task_name}:{self._chosen(options.args, arguments, call.queue)}",)
+            raise misfit(self.task_name, parameters, why, call) from None
+        return self._made_of(options, arguments, call.queue)
+
+    def _made_of(
+        self, options: TaskLockOptions, arguments: Mapping[str, Any], queue: str
+    ) -> tuple[str, ...]:
+        if options.key is not None:
+            return tuple(self._filled(one, arguments, queue) for one in templates_of(options.key))
+        return (f"{self.task_name}:{self._chosen(options.args, arguments, queue)}",)
 
     def _chosen(
         self, names: tuple[str, ...] | None, arguments: Mapping[str, Any], queue: str
     ) -> str:
         """Return the digest of all arguments, or of those in the option `args`."""
         if names is None:
-            return digest(arguments, self.task_name)
+            return templates.digest(arguments, self.task_name)
         if not names:
             return ANY_ARGUMENTS
         chosen = {name: value for name, value in arguments.items() if name in names}
@@ -299,7 +313,7 @@ class TaskLockConfig:
             # a queue's names cannot be checked against every task when the app finalizes
             pattern = pattern_for(queue, self.app.queues) or queue
             self._check_names(names, arguments, OptionSource.at("queues", "args", pattern), names)
-        return digest(chosen, self.task_name)
+        return templates.digest(chosen, self.task_name)
 
     def shapes(self, options: TaskLockOptions, queue: str) -> tuple[str, ...]:
         """Return the resources of any call, with {} for each argument; () without a template."""
@@ -390,25 +404,6 @@ class TaskLockConfig:
         if is_too_long(text):
             raise self.source("key").wrong(template, f"{_TOO_LONG}; these arguments give more")
         return text
-
-    @functools.cached_property
-    def _binder(self) -> Callable[..., dict[str, Any]]:
-        """A function with these parameters that returns its arguments by name, with defaults."""
-        parameters = self.signature.parameters.values()
-        bare = [p.replace(annotation=p.empty, default=p.empty) for p in parameters]
-        shown = ", ".join(f"{p.name!r}: {p.name}" for p in parameters)
-        # as `namedtuple` does: Python binds, at a tenth of the cost of `Signature.bind`
-        source = f"lambda {str(inspect.Signature(bare))[1:-1]}: {{{shown}}}"
-        binder: Any = eval(source, {})  # noqa: S307 - a signature has names and nothing else
-        given = [p for p in parameters if p.default is not p.empty]
-        binder.__kwdefaults__ = {p.name: p.default for p in given if p.kind is p.KEYWORD_ONLY}
-        binder.__defaults__ = tuple(p.default for p in given if p.kind is not p.KEYWORD_ONLY)
-        return binder  # type: ignore[no-any-return]
-
-
-def _fields_of(key: Any) -> list[templates.Field]:
-    parts = map(templates.compiled, templates_of(key))
-    return [field for template in parts for field in templates.fields_of(template)]
 
 
 def _asked(option: Callable[..., Any], source: OptionSource, call: TaskCall) -> Any:

@@ -15,6 +15,7 @@ import re
 import string
 import uuid
 from collections.abc import Callable, Iterator, Mapping
+from inspect import Signature
 from typing import Any, NamedTuple, TypeAlias
 
 from celery_redlock.errors import SettingsError
@@ -156,6 +157,20 @@ def fields_of(template: Template) -> Iterator[Field]:
         if isinstance(part, Field):
             yield part
             yield from fields_of(part.form)
+
+
+def fields_of_key(key: Any) -> list[Field]:
+    """Return the fields of all templates of a key; none of a callable."""
+    parts = map(compiled, templates_of(key))
+    return [field for template in parts for field in fields_of(template)]
+
+
+def reads_arguments(key: Any, args: tuple[str, ...] | None, signature: Signature) -> bool:
+    """Return whether a key is made of arguments by their names. key, args: the options."""
+    if key is None:
+        return args is None or bool(args)
+    names = {"digest", *signature.parameters}
+    return any(one.name in names for one in fields_of_key(key))
 
 
 def fill(template: str, arguments: Mapping[str, Any], task: str, queue: str) -> str:
