@@ -20,7 +20,7 @@ from celery_redlock import anchors, signals
 from celery_redlock.lock.platform.clock import Platform
 from celery_redlock.tasks.recovery.ledger import Ledger, Moved
 from celery_redlock.tasks.recovery.observer import BEAT_INTERVAL, TRUST, Observer
-from celery_redlock.tasks.recovery.tags import DeliveryTag, new_lease
+from celery_redlock.tasks.recovery.tags import DeliveryTag, lease_of, new_lease
 
 logger = logging.getLogger(__name__)
 
@@ -312,6 +312,6 @@ refused: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 
 def still_owned(delivery_tag: object) -> bool:
     """Return whether a message is still its worker's; True for one without a worker lease."""
-    lease = str(delivery_tag).partition(":")[0]  # asked three times a message: nothing more is read
+    lease = lease_of(delivery_tag)
     keeper = keepers.get(lease)
     return keeper is None or keeper.owns(lease)

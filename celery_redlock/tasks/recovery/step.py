@@ -16,7 +16,7 @@ from celery_redlock.lock.platform.clock import Platform, SystemClock
 from celery_redlock.tasks.per_app import settings_of
 from celery_redlock.tasks.recovery.keeper import Keeper
 from celery_redlock.tasks.recovery.ledger import Ledger, is_kombus, ledger_beside
-from celery_redlock.tasks.recovery.tags import DeliveryTag, may_be_moved
+from celery_redlock.tasks.recovery.tags import DeliveryTag, lease_of, may_be_moved
 from celery_redlock.tasks.waiting.room import rooms
 
 logger = logging.getLogger(__name__)
@@ -121,7 +121,7 @@ class RecoverMessages(bootsteps.StartStopStep):
         """Have what waits here and was moved away leave; called by the keeper's thread."""
         room = rooms.get(self._consumer)
         if room is not None:
-            room.dispatch_soon(lambda request: _lease_of(request) == lease)
+            room.dispatch_soon(lambda request: lease_of(request.message.delivery_tag) == lease)
 
 
 def can_tag(channel: Any) -> bool:
@@ -132,8 +132,3 @@ def can_tag(channel: Any) -> bool:
         and hasattr(channel.connection, _CALLBACKS)
         and hasattr(channel.qos, QUICK_ACK)
     )
-
-
-def _lease_of(request: Any) -> str:
-    tag = DeliveryTag.of(request.message.delivery_tag)
-    return "" if tag is None else tag.lease

@@ -27,7 +27,7 @@ from celery_redlock.tasks.recovery.ledger import (
     is_kombus,
 )
 from celery_redlock.tasks.recovery.observer import BEAT_INTERVAL, LENGTH, PROOF, QUIET, Observer
-from celery_redlock.tasks.recovery.tags import DeliveryTag, moves_of
+from celery_redlock.tasks.recovery.tags import PREFIX, DeliveryTag, lease_of, moves_of
 
 # of a worker lease: it beats; it does not, without a proof so far; it is dead; there is none
 ALIVE, SILENT, DEAD, LEFT = "alive", "silent", "dead", "left"
@@ -101,9 +101,8 @@ class Survey:
     def leases(self) -> list[LeaseReport]:
         """Return the worker leases with their messages; last what is tagged with none of them."""
         found = self._leases()
-        tags = {decoded(tag) for tag, _ in self._index("redlock-*")}
-        named = filter(None, map(DeliveryTag.of, tags))
-        messages = Counter(tag.lease for tag in named)
+        tags = {decoded(tag) for tag, _ in self._index(f"{PREFIX}*")}
+        messages = Counter(filter(None, map(lease_of, tags)))
         reports = [replace(one, messages=messages.pop(one.lease, 0)) for one in found]
         if left := messages.total():
             reports.append(LeaseReport("", "", LEFT, None, left, None))
@@ -156,9 +155,8 @@ class Survey:
         """Return the messages that are tagged with some worker leases."""
         found: dict[str, list[Unacknowledged]] = {lease: [] for lease in leases}
         if found:
-            for tag, entry in self.ledger.entries("redlock-*"):
-                lease = tag.partition(":")[0]
-                if lease in found:
+            for tag, entry in self.ledger.entries(f"{PREFIX}*"):
+                if (lease := lease_of(tag)) in found:
                     found[lease].append(Unacknowledged.of(tag, entry, 0.0, 0.0))
         return found
 

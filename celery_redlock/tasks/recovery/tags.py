@@ -16,7 +16,8 @@ from celery_redlock.tasks.settings.options import TaskLockOptions
 MOVES = "redlock_moves"  # property of a message: how often in a row it was moved
 MOST_MOVES = 10  # then its body may be what kills its workers
 DECIDE = ("key", "args", "on_unreachable")  # options that say whether a run is sure to hold a lock
-_LEASE = re.compile(r"redlock-[0-9a-f]{32}")
+PREFIX = "redlock-"  # of the name of each worker lease
+_LEASE = re.compile(rf"{PREFIX}[0-9a-f]{{32}}")
 
 
 class DeliveryTag(NamedTuple):
@@ -43,9 +44,15 @@ class DeliveryTag(NamedTuple):
         return cls(lease, int(number), name)
 
 
+def lease_of(tag: object) -> str:
+    """Return the worker lease that a delivery tag names, "" for a tag of another kind."""
+    lease, colon, _ = str(tag).partition(":")  # asked three times a message: nothing more is read
+    return lease if colon and lease.startswith(PREFIX) else ""
+
+
 def new_lease() -> str:
     """Return the name of a new worker lease."""
-    return f"redlock-{uuid4().hex}"
+    return f"{PREFIX}{uuid4().hex}"
 
 
 def always_locks(options: TaskLockOptions) -> bool:
