@@ -6,21 +6,22 @@ import json
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
 import pytest
 from celery import Celery, bootsteps
 from celery.contrib.testing.worker import start_worker
-from redis import Redis
+from redis import Redis, ResponseError
 
 from celery_redlock import LockedTask
 from celery_redlock.lock.platform.clock import Platform, SystemClock
 from celery_redlock.signals import MessagesRecoveredEvent, messages_recovered
 from celery_redlock.tasks.per_app import redlock_of
 from celery_redlock.tasks.recovery.keeper import Keeper, keepers, still_owned
-from celery_redlock.tasks.recovery.ledger import Ledger
+from celery_redlock.tasks.recovery.ledger import Ledger, decoded
+from celery_redlock.tasks.recovery.observer import BEAT_INTERVAL, LENGTH, PROOF, QUIET
 from celery_redlock.tasks.recovery.step import RecoverMessages
 from celery_redlock.tasks.recovery.tags import DeliveryTag, new_lease
 from celery_redlock.testing import EmbeddedNode
@@ -186,10 +187,8 @@ def test_a_broker_that_refuses_a_move_is_told_of_once_and_the_worker_lives_on(
     client.acl_setuser("default", enabled=True, nopass=True, commands=["-hscan"])
     try:
         keeper.join()
-        before, scores = keeper.lease, []
-        for _ in range(3):
-            scores.append(client.zscore(ledger.leases, before))
-            eventually(lambda: client.zscore(ledger.leases, before) > scores[-1])
+        before = keeper.lease
+        see_beats(client, ledger, before)
         told = [one for one in caplog.records if one.message.startswith("the broker refuses what")]
         assert len(told) == 1
     finally:
@@ -209,12 +208,139 @@ def test_a_receiver_that_exits_ends_no_keeper(
 
     with receiving(messages_recovered, leave):
         for number in range(2):
-            lost = new_lease()
-            note(ledger, str(DeliveryTag(lost, 0, "celery")))
-            declare_dead(ledger, lost, "w2@host", claims=False)
+            lose(ledger)
             keeper.join()
             eventually(lambda number=number: len(heard) > number)
     assert heard == [MessagesRecoveredEvent("w2@host", 1)] * 2
+
+
+def lose(ledger: Ledger, *, number: int = 0) -> str:
+    """Let a worker with one message be dead, and return its lease."""
+    lost = new_lease()
+    note(ledger, str(DeliveryTag(lost, number, "celery")))
+    declare_dead(ledger, lost, "w2@host", claims=False)
+    return lost
+
+
+def see_beats(client: Redis, ledger: Ledger, lease: str, count: int = 3) -> None:
+    for _ in range(count):
+        last = client.zscore(ledger.leases, lease)
+        eventually(lambda last=last: client.zscore(ledger.leases, lease) > last)
+
+
+def test_no_beat_waits_for_a_receiver(keeper: Keeper, ledger: Ledger, client: Redis) -> None:
+    """Nor does a move; what was moved meanwhile is told as it goes on, in its order."""
+    heard, threads, goes_on = [], set(), threading.Event()
+
+    def stays(_: Any, event: MessagesRecoveredEvent) -> None:
+        heard.append(event)
+        threads.add(threading.get_ident())
+        goes_on.wait()
+
+    try:
+        with receiving(messages_recovered, stays):
+            keeper.join()
+            lose(ledger)
+            eventually(lambda: heard)
+            for number in range(3):
+                lose(ledger, number=number)
+            eventually(lambda: client.llen("celery") == 4)
+            see_beats(client, ledger, keeper.lease)
+            assert len(heard) == 1
+            goes_on.set()
+            eventually(lambda: len(heard) == 4)
+    finally:
+        goes_on.set()
+    assert heard == [MessagesRecoveredEvent("w2@host", 1)] * 4
+    assert len(threads) == 1
+
+
+def test_a_worker_that_starts_moves_what_a_killed_one_has_noted_late(
+    keeper: Keeper, ledger: Ledger, client: Redis
+) -> None:
+    """Under a worker lease that was moved and forgotten, and by whom nobody knows."""
+    lost = lose(ledger)
+    ledger.move_all(lost)
+    client.delete("celery")
+    tag = str(DeliveryTag(lost, 1, "celery"))
+    note(ledger, tag)
+    client.zadd(ledger.index, {tag: 1})
+    keeper.join()
+    eventually(lambda: client.llen("celery"))
+    eventually(lambda: not client.exists(ledger.dead))
+    assert client.exists(ledger.unacked, ledger.index) == 0
+
+
+@pytest.mark.parametrize("right", ["-rpush", "-zscan"])
+def test_a_right_that_a_move_needs_is_told_of_at_the_join(
+    right: str, broker: EmbeddedNode, client: Redis, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once, and the worker lives on."""
+    rights = ("reset", "on", ">secret", "~*", "&*", "+@all", right)
+    client.execute_command("ACL", "SETUSER", "shop", *rights)
+    url = broker.url.replace("//", "//shop:secret@")
+    kept, connect = open_ledger(url), partial(open_ledger, url)
+    keeper = Keeper(Platform(SystemClock()), connect, "w1@host", object(), lambda _: None)
+    try:
+        keeper.join()
+        see_beats(client, kept, keeper.lease)
+        keeper.join()
+        see_beats(client, kept, keeper.lease)
+    finally:
+        keeper.end()
+        kept.close()
+        client.execute_command("ACL", "DELUSER", "shop")
+    told = [one.message for one in caplog.records if one.message.startswith("the broker refuses")]
+    assert len(told) == 1
+    assert told[0].endswith(f"may stay: its user lacks +{right[1:]}")
+
+
+@contextmanager
+def three_workers(server: EmbeddedNode) -> Iterator[tuple[Ledger, list[Keeper]]]:
+    """Give the worker leases on a broker, and the keepers of three workers that have joined."""
+    with ExitStack() as stack:
+        ledger = open_ledger(server.url)
+        stack.callback(ledger.close)
+        made = [keeper_of(name, server) for name in ("w1@host", "w2@host", "w3@host")]
+        for one in made:
+            stack.callback(one.end)
+            one.join()
+        yield ledger, made
+
+
+def beats_of(ledger: Ledger) -> dict[str, float]:
+    return {
+        decoded(lease): score
+        for lease, score in ledger.client.zrange(ledger.leases, 0, -1, withscores=True)
+    }
+
+
+def test_a_broker_that_refuses_the_beats_of_all_makes_no_worker_dead() -> None:
+    """And none can be declared dead meanwhile; then everybody has the time of the proof anew.
+
+    Also one that observers had seen quiet before.
+    """
+    clock, heard = SystemClock(), []
+    with EmbeddedNode() as server, three_workers(server) as (ledger, workers):
+        client, lost = server.client(), new_lease()
+        before = {one.lease for one in workers}
+        note(ledger, str(DeliveryTag(lost, 0, "celery")))
+        ledger.beat(lost, joins_as="w4@host")
+        at = beats_of(ledger)[lost] / 1000
+        eventually(lambda: client.time()[0] - at > QUIET + BEAT_INTERVAL)
+        client.config_set("min-replicas-to-write", 1)
+        refused = beats_of(ledger)
+        assert refused.keys() == before | {lost}
+        eventually(lambda: client.time()[0] - max(refused.values()) / 1000 > LENGTH + 1)
+        with pytest.raises(ResponseError):
+            ledger.declare_dead(lost)
+        assert beats_of(ledger) == refused
+        with receiving(messages_recovered, lambda *_: heard.append(clock.now())):
+            begun = clock.now()
+            client.config_set("min-replicas-to-write", 0)
+            eventually(lambda: heard)
+        assert heard[0] - begun >= PROOF
+        assert beats_of(ledger).keys() == before == {one.lease for one in workers}
 
 
 # workers of one process

@@ -141,6 +141,48 @@ def test_the_score_of_a_beat_is_the_one_that_is_compared(ledger: Ledger, client:
     assert ledger.declare_dead(OTHER, ledger.beat(OWN).quiet[OTHER])
 
 
+def test_a_forgotten_lease_with_messages_to_move_is_recalled_and_no_other_one(
+    ledger: Ledger, client: Redis
+) -> None:
+    """Neither one that lives, nor one that is being moved, nor one with none but spent messages."""
+    spent, forgotten = new_lease(), new_lease()
+    for lease in (OWN, OTHER, forgotten):
+        note(ledger, lease, *LISTS)
+    note(ledger, spent, "celery", **{MOVES: MOST_MOVES})
+    note(ledger, forgotten, "celery", start=7, **{MOVES: MOST_MOVES})
+    client.zadd(ledger.index, {"redlock-of-a-sender": 1, "redlock-of:3:a-sender": 1})
+    ledger.beat(OWN, joins_as="w1@host")
+    declare_dead(ledger, OTHER)
+    before = client.zscore(ledger.leases, OWN), client.zscore(ledger.dead, OTHER)
+    calls = []
+    ledger.recall(lambda: calls.append(1))
+    assert (client.zscore(ledger.leases, OWN), client.zscore(ledger.dead, OTHER)) == before
+    assert client.zcard(ledger.leases) == 1
+    assert set(client.zrange(ledger.dead, 0, -1)) == {OTHER, forgotten}
+    assert calls
+    assert ledger.beat(OWN, claims=True).claimed == forgotten  # at once
+    assert ledger.move_all(forgotten).messages == len(LISTS)
+    ledger.recall()
+    assert client.zrange(ledger.dead, 0, -1) == [OTHER]
+
+
+def test_a_lease_that_another_worker_has_recalled_meanwhile_keeps_its_claim(
+    ledger: Ledger, client: Redis
+) -> None:
+    note(ledger, OTHER, "celery")
+    ledger.beat(OWN, joins_as="w1@host")
+    claimed, calls = [], iter(range(100))
+
+    def between() -> None:
+        if next(calls) == 1:  # it was found to be forgotten
+            client.zadd(ledger.dead, {OTHER: 0})
+            assert ledger.beat(OWN, claims=True).claimed == OTHER
+            claimed.append(client.zscore(ledger.dead, OTHER))
+
+    ledger.recall(between)
+    assert claimed == [client.zscore(ledger.dead, OTHER)]
+
+
 def test_messages_go_to_the_heads_of_their_lists_in_their_order(
     ledger: Ledger, client: Redis
 ) -> None:

@@ -40,6 +40,10 @@ def recover(ledger: Ledger, broker: EmbeddedNode) -> str:
     assert ledger.name_of(dead) == "celery@web1"
     done = ledger.move_all(dead)
     assert done.messages == 1 or done.refused
+    late = str(DeliveryTag(dead, 1, "celery"))
+    broker.client().hset("unacked", late, dumps(MESSAGE))
+    broker.client().zadd("unacked_index", {late: 1})
+    ledger.recall()
     return done.refused
 
 
@@ -57,3 +61,31 @@ def test_recovery_uses_each_right_of_the_page(broker: EmbeddedNode, right: str) 
     except ResponseError as error:
         refused = str(error)
     assert re.search("NOPERM|permission", refused), refused
+
+
+# kombu needs them as well, so it is without them that nothing works
+TRIED = [one for one in RIGHTS if one not in ("+hset", "+hget")]
+
+
+def test_no_right_is_missed_where_all_are_there(broker: EmbeddedNode) -> None:
+    ledger = ledger_of(broker, RIGHTS)
+    before = broker.client().keys()
+    assert ledger.missing_rights() == []
+    assert broker.client().keys() == before
+    assert broker.client().execute_command("ACL", "LOG") == []
+
+
+@pytest.mark.parametrize("right", TRIED)
+def test_each_right_that_is_missing_is_named(broker: EmbeddedNode, right: str) -> None:
+    ledger = ledger_of(broker, [one for one in RIGHTS if one != right])
+    assert ledger.missing_rights() == ["~{redlock}:*" if right.startswith("~") else right]
+    assert broker.client().keys() == []
+
+
+def test_a_broker_without_memory_lacks_no_right(broker: EmbeddedNode) -> None:
+    ledger = ledger_of(broker, RIGHTS)
+    broker.client().config_set("maxmemory", 1)
+    try:
+        assert ledger.missing_rights() == []
+    finally:
+        broker.client().config_set("maxmemory", 0)

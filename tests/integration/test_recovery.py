@@ -460,6 +460,8 @@ def test_a_message_costs_the_commands_that_it_costs_without(
         client = broker.client()
         client.flushall()
         worker = with_setting(stage, redlock_recovery=recovery).worker(pool="solo", concurrency=1)
+        if recovery:  # it has done what each worker does once after its start
+            eventually(lambda client=client: calls(client).get("zscan"))
         before = calls(client)
         for number in range(20):
             for task in tasks:

@@ -211,6 +211,12 @@ class Broker:
             seen.update(tag for tag, _ in page)
         return page
 
+    def _zscan(self, key: str, prefix: str, seen: set[str]) -> list[tuple[str, float]]:
+        found = self.sets.get(key, {}).items()
+        page = [one for one in found if one[0].startswith(prefix) and one[0] not in seen][:PAGE]
+        seen.update(member for member, _ in page)
+        return page
+
     def _rpush(self, key: str, value: str) -> int:
         if key in self.refusing:
             raise redis.ResponseError("WRONGTYPE Operation against a key of another type")
@@ -424,6 +430,14 @@ class Client:
         seen: set[str] = cursor or set()
         page = self.ask("HSCAN", key, match.removesuffix("*"), seen)
         return (seen if page else 0), dict(page)
+
+    def zscan(
+        self, key: str, cursor: Any, match: str, count: int
+    ) -> tuple[Any, list[tuple[str, float]]]:
+        """Return what is there all the time, as `hscan` does."""
+        seen: set[str] = cursor or set()
+        page = self.ask("ZSCAN", key, match.removesuffix("*"), seen)
+        return (seen if page else 0), page
 
     def pipeline(self) -> Pipeline:
         """Return what collects commands for a transaction."""

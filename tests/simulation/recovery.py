@@ -26,6 +26,7 @@ from celery_redlock.tasks.recovery.ledger import Ledger
 from celery_redlock.tasks.recovery.tags import MOST_MOVES, MOVES, DeliveryTag
 from tests.simulation.broker import CLOSES, INDEX, UNACKED, Broker, Client
 from tests.simulation.clients import Clock, Mutex, patched
+from tests.simulation.invariants import Violation
 from tests.simulation.network import Path
 from tests.simulation.recovery_invariants import DEAD, LEASES, NAMES, Witness
 from tests.simulation.world import Thread, World, running
@@ -38,6 +39,7 @@ LISTS = ("shop", "shop\x06\x163")
 PATIENT = 0.2  # s between two looks of a thread of the pool that has nothing to do
 FEW = 300  # bytes of messages in one call of a script: two of them
 RECONNECTS = 0.5  # s
+RECALLS = 10.0  # s after the start of a worker within which what nobody knows of is back
 
 
 @dataclass(eq=False)
@@ -332,7 +334,11 @@ class Recovery:
                 if not any(one.recovers and one.lives for one in self.workers):
                     self.add()
                 world.run(world.now + SETTLES, self.witness.check)
-                self.witness.settled()
+                if self.witness.settled():
+                    self.add()  # as what was killed is started again
+                    world.run(world.now + RECALLS, self.witness.check)
+                    if strays := self.witness.settled():
+                        raise Violation("all_back", f"{strays} lie there")
             finally:
                 world.close()
 
@@ -489,7 +495,8 @@ def simulated_workers(schedule: Recovery) -> Iterator[None]:
     log.propagate = False
     log.setLevel(logging.DEBUG)
     try:
-        with patched(tags_module, uuid4=schedule.new_id), patched(ledger_module, CHUNK=FEW):
+        rights = patched(Ledger, missing_rights=lambda self: [])
+        with patched(tags_module, uuid4=schedule.new_id), patched(ledger_module, CHUNK=FEW), rights:
             yield
     finally:
         keepers.clear()

@@ -15,7 +15,8 @@ A `Witness` sees the broker from outside: what it executes, for whom, and what b
   among the living or the dead
 - `claims_stand`: nobody gets a dead worker lease within 2 s of a sign of its mover
 - `in_order`: of one worker lease and one list the newest message is moved first
-- `all_back`: some time after the last fault each message is in a list, or with a worker that lives
+- `all_back`: some time after the last fault each message is in a list, or with a worker that
+  lives; one of which no worker knows is so some time after the next start of a worker
 - `nothing_stays`: and no worker lease is known but those of workers that live
 - `no_inner_error`: the keeper's thread meets no error but those of the broker
 """
@@ -27,7 +28,7 @@ import math
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from celery_redlock.tasks.recovery.ledger import BEAT_SCRIPT, DECLARE_DEAD, MOVE
+from celery_redlock.tasks.recovery.ledger import BEAT_SCRIPT, DECLARE_DEAD, MOVE, RECALL
 from celery_redlock.tasks.recovery.tags import MOST_MOVES, MOVES, DeliveryTag
 from tests.simulation.broker import UNACKED, Question
 from tests.simulation.invariants import Violation
@@ -117,6 +118,8 @@ class Witness:
             self.world.note("%s declares %s dead", worker.name, lease[-4:])
             if beat:
                 self._was_proved(question, lease)
+        elif script == RECALL and words[0] == "1":
+            self._were_recalled(reply)
         elif script == BEAT_SCRIPT and reply[0]:
             self._beats[words[0]] = now
             claimed = reply[1]
@@ -125,6 +128,13 @@ class Witness:
                 if by is not worker and at > max(self._clock_set_at, now - CLAIM):
                     self.broken("claims_stand", f"{claimed} is claimed twice")
                 self._claims[claimed] = now, worker
+
+    def _were_recalled(self, leases: list[str]) -> None:
+        self.world.counts["recalled"] += len(leases)
+        for lease in leases:
+            self.world.note("%s is among the dead again", lease[-4:])
+            if lease not in self._dead_at:
+                self.broken("dead_by_proof", f"{lease} is recalled, and was never dead")
 
     def _was_proved(self, question: Question, lease: str) -> None:
         worker = question.worker
@@ -232,8 +242,12 @@ class Witness:
         if one.tag in self._moved and worker.recovers:
             self.broken("begun_by_its_owner", f"{worker.name} begins {one.uid}, that was moved")
 
-    def settled(self) -> None:
-        """See that all is back, some time after the last fault. Raises Violation."""
+    def settled(self) -> list[str]:
+        """See that all is back, some time after the last fault. Raises Violation.
+
+        Return the tags of what was noted late, and of which no worker knows.
+        """
+        strays = list[str]()
         broker = self._schedule.broker
         living = [one for one in self._schedule.workers if not one.dead and not one.is_over]
         held = {one.tag for worker in living for one in worker.books}
@@ -245,7 +259,7 @@ class Witness:
             if about is not None and about.noted_at > self.world.now - JUST:
                 continue  # its worker does not know yet
             if tag in self._late and about is not None and not about.came_through:
-                self.world.counts["strays"] += 1
+                strays.append(tag)
                 continue
             self.broken("all_back", f"{tag} of {about and about.worker.name} lies there")
         leases = {worker.keeper.lease for worker in living if worker.recovers}
@@ -258,6 +272,8 @@ class Witness:
         if missing := leases - {*broker.sets.get(LEASES, {})}:
             self.broken("nothing_stays", f"{missing} are lost")
         self.check()
+        self.world.counts["strays"] += len(strays)
+        return strays
 
 
 def uid_of(text: str) -> str:

@@ -71,6 +71,14 @@ def a_pause_before_the_note(schedule: Recovery) -> None:
     schedule.until(schedule.world.now + 12.0)
 
 
+def a_kill_after_the_note(schedule: Recovery) -> None:
+    """As before, and the worker is killed then: nobody that lives knows of the message."""
+    a_pause_before_the_note(schedule)
+    while not schedule.world.counts["noted late"]:
+        schedule.world.run(schedule.world.now + 0.01, schedule.witness.check)
+    schedule.workers[0].kill()
+
+
 def a_cut_as_it_moves_what_it_noted_late(schedule: Recovery) -> None:
     """As before, and the worker's move of that message gets no answer."""
     a_pause_before_the_note(schedule)
@@ -106,6 +114,11 @@ def a_worker_after_a_warm_shutdown(schedule: Recovery) -> None:
     schedule.world.run(READY + 1.0, schedule.witness.check)
     schedule.add().path.base = 0.001
     schedule.world.run(schedule.world.now + 1.5, schedule.witness.check)
+
+
+def a_worker_beside_one_with_messages(schedule: Recovery) -> None:
+    """Nothing befalls anybody: one worker has messages, and another one starts."""
+    workers(schedule, "busy", "beside", messages=3)
 
 
 def a_mover_after(steps: int, befalls: str) -> Callable[[Recovery], None]:

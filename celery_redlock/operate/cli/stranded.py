@@ -180,7 +180,7 @@ class RecoveryTime:
         others = least, least + later
         if not settings_of(app).recovery:
             return cls("off", None, others, sweep)
-        missing, cause = ask_broker(app, Survey.missing_rights)
+        missing, cause = ask_broker(app, lambda survey: survey.ledger.missing_rights())
         if missing:
             return cls("refused", None, others, sweep, missing)
         return cls("on", LENGTH, others, sweep, (), StrandedView.ask(app, cause))

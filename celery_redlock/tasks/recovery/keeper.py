@@ -9,12 +9,16 @@ from __future__ import annotations
 import itertools
 import logging
 import weakref
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from celery.exceptions import Ignore
+from redis import ConnectionError as RedisConnectionError
 from redis import ResponseError
+from redis import TimeoutError as RedisTimeoutError
+from redis.exceptions import NoPermissionError
 
 from celery_redlock import anchors, signals
 from celery_redlock.lock.platform.clock import Platform
@@ -25,6 +29,7 @@ from celery_redlock.tasks.recovery.tags import DeliveryTag, lease_of, new_lease
 logger = logging.getLogger(__name__)
 
 NEVER = float("-inf")
+RIGHTS = "rights"  # what the log says is missing: once, however it is found
 
 
 @dataclass(frozen=True)
@@ -65,7 +70,10 @@ class Keeper:
         self._left: dict[str, None] = {}
         self._given_up = ""  # of which a message was dropped although it may not be moved yet
         self._told: set[tuple[str, str]] = set()  # what the log has said of messages that stay
+        self._records: deque[signals.MessagesRecoveredEvent] = deque()  # to be sent
+        self._is_sending = False
         self._is_running = False
+        self._has_begun = False  # it has done what each worker does once
         self._is_ended = False
         self._was_dead = 0  # how often it was
 
@@ -173,6 +181,7 @@ class Keeper:
                     self._observer.forget()
                 joins, ledger = self._joins, ledger or self._connect()
                 self._look(ledger)
+                self._begin(ledger)
             except BaseException as error:  # SystemExit of a receiver, too: this thread must go on
                 # the broker is away, for example: every other worker gets the whole time anew
                 self._observer.forget()
@@ -206,6 +215,24 @@ class Keeper:
                 self._move(ledger, lease, "does not beat")
         if beat.claimed:
             self._move(ledger, beat.claimed, "is dead")
+
+    def _begin(self, ledger: Ledger) -> None:
+        """Do once what each worker does after its start: it may mend what earlier ones have left.
+
+        A worker that was taken for dead may wake, note a message under a worker lease that has been
+        forgotten, and be killed before its next beat. The worker that starts in its place finds it.
+        """
+        if self._has_begun:
+            return
+        self._has_begun = True
+        try:
+            if missing := ledger.missing_rights():
+                self._tell_of_refusal(f"its user lacks {' '.join(missing)}")
+            else:
+                ledger.recall(lambda: self._beat_between(ledger))
+        except (RedisConnectionError, RedisTimeoutError):
+            self._has_begun = False
+            raise
 
     def _begin_anew(self, ledger: Ledger, lost: str) -> None:
         """Join anew: others took this worker for dead. Move what they have not moved yet."""
@@ -256,19 +283,24 @@ class Keeper:
             self._confirm(own.lease, now)
 
     def _tell_of_error(self, error: BaseException) -> None:
-        if isinstance(error, ResponseError) and ("", str(error)) not in self._told:
-            self._told.add(("", str(error)))
-            self._tell_of_refusal(error)
-            return
+        if isinstance(error, ResponseError):
+            kind = RIGHTS if isinstance(error, NoPermissionError) else str(error)
+            if self._tell_of_refusal(str(error), kind):
+                return
         extra = {"event": "worker_lease_unsure", "lease": self.lease}
         logger.debug("no beat of %s: %r", self.lease, error, extra=extra)
 
-    def _tell_of_refusal(self, error: ResponseError) -> None:
+    def _tell_of_refusal(self, why: str, kind: str = RIGHTS) -> bool:
+        """Tell once of each kind of refusal; return whether this is the first time."""
+        if ("", kind) in self._told:
+            return False
+        self._told.add(("", kind))
         extra = {"event": "worker_lease_refused", "lease": self.lease}
         logger.warning(
             "the broker refuses what a worker lease needs, so the messages of dead workers may "
-            "stay: %s", error, extra=extra,
+            "stay: %s", why, extra=extra,
         )  # fmt: skip
+        return True
 
     def _tell(self, name: str, lease: str, why: str, done: Moved) -> None:
         extra = {"event": "messages_recovered", "lease": lease, "worker": name}
@@ -286,8 +318,8 @@ class Keeper:
                 extra={**extra, "event": "messages_kept", "messages": done.kept},
             )  # fmt: skip
         if done.messages or done.kept:
-            event = signals.MessagesRecoveredEvent(name, done.messages, done.kept)
-            signals.messages_recovered.send(self._sender, event=event)
+            self._records.append(signals.MessagesRecoveredEvent(name, done.messages, done.kept))
+            self._send_soon()
         if done.refused and (lease, done.refused) not in self._told:
             self._told.add((lease, done.refused))
             logger.error(
@@ -295,6 +327,28 @@ class Keeper:
                 name, done.refused.rstrip("."), anchors.MESSAGES_STAY,
                 extra={**extra, "event": "messages_not_taken"},
             )  # fmt: skip
+
+    def _send_soon(self) -> None:
+        """Send the records, in a thread that ends with them: no beat waits for a receiver."""
+        with self._mutex:
+            if not (self._is_sending or self._is_ended):
+                self._platform.start_thread(self._send)
+                self._is_sending = True
+        if self._is_ended:  # no beat is left to be kept waiting, and the process ends soon
+            self._send()
+
+    def _send(self) -> None:
+        while self._has_records():
+            try:
+                event = self._records.popleft()
+                signals.messages_recovered.send(self._sender, event=event)
+            except BaseException as error:  # SystemExit of a receiver; another thread has sent it
+                self._tell_of_error(error)
+
+    def _has_records(self) -> bool:
+        with self._mutex:
+            self._is_sending = bool(self._records)
+            return self._is_sending
 
 
 class MovedAwayError(Ignore):

@@ -12,9 +12,10 @@ from importlib.resources import files
 from typing import Any, NamedTuple
 
 import redis
+from redis.exceptions import NoPermissionError, ResponseError
 
 from celery_redlock.tasks.recovery.observer import QUIET
-from celery_redlock.tasks.recovery.tags import DeliveryTag, moved
+from celery_redlock.tasks.recovery.tags import PREFIX, DeliveryTag, lease_of, moved
 
 CLAIM = 3.0  # s after which another worker goes on with the messages of a dead one
 CHUNK = 500_000  # bytes of messages in one call of a script: a server answers nobody meanwhile
@@ -30,6 +31,7 @@ def _script(name: str) -> bytes:
 
 
 BEAT_SCRIPT, DECLARE_DEAD, MOVE = map(_script, ("beat", "declare_dead", "move"))
+RECALL, TRY_PUSH = map(_script, ("recall", "try_push"))
 
 
 class Beat(NamedTuple):
@@ -138,6 +140,44 @@ class Ledger:
             for tag, entry in found.items():
                 yield decoded(tag), decoded(entry)
 
+    def tags(self, between: Callable[[], object] = tuple) -> Iterator[str]:
+        """Yield each delivery tag that names a worker lease, some of them twice; see `entries`."""
+        cursor: Any = None
+        while cursor != 0:
+            cursor, found = self.client.zscan(self.index, cursor or 0, f"{PREFIX}*", SCANNED)
+            between()
+            for tag, _ in found:
+                yield decoded(tag)
+
+    def recall(self, between: Callable[[], object] = tuple) -> None:
+        """Put forgotten worker leases that still have messages to move among the dead ones again.
+
+        No worker lease joins once there are messages under it, so one of them that is neither among
+        the living nor the dead has been dead. Those that were moved too often stay where they are.
+        """
+        tags: dict[str, list[str]] = {}
+        for tag in filter(DeliveryTag.of, self.tags(between)):
+            tags.setdefault(lease_of(tag), []).append(tag)
+        left = [
+            lease for lease in self._recall("0", tags) if self._has_to_move(tags[lease], between)
+        ]
+        self._recall("1", left)
+
+    def _recall(self, puts: str, leases: Iterable[str]) -> list[str]:
+        """Return the forgotten ones of some worker leases. puts: "1" to put them to the dead."""
+        some = list(leases)
+        if not some:
+            return []
+        return [decoded(one) for one in self._eval(RECALL, (self.leases, self.dead), puts, *some)]
+
+    def _has_to_move(self, tags: Iterable[str], between: Callable[[], object]) -> bool:
+        for tag in tags:
+            entry = self.client.hget(self.unacked, tag)
+            between()
+            if entry is not None and _moved_or_none(decoded(entry)) is not None:
+                return True
+        return False
+
     def move_all(self, lease: str, between: Callable[[], object] = tuple) -> Moved:
         """Move the messages of a dead worker lease to the heads of their lists, in their order.
 
@@ -190,6 +230,48 @@ class Ledger:
         )
         done.messages += moved_now
         done.refused = decoded(why) or done.refused
+
+    def missing_rights(self) -> list[str]:
+        """Return the rights that worker leases need and the broker's user lacks.
+
+        Tries each command, and changes nothing. Of those that kombu itself needs only `RPUSH` is
+        tried: kombu may do without it until it gives messages back at a shutdown.
+        """
+        key = f"{self.leases}\n"  # nobody has it
+        tried: list[tuple[object, ...]] = [
+            ("EVAL", "return 1", "1", key), ("TIME",), ("ZSCORE", key, "x"),
+            ("ZRANGE", key, "0", "0"), ("ZRANGEBYSCORE", key, "0", "0"), ("HGET", key, "x"),
+            ("HSCAN", key, "0"), ("HEXISTS", key, "x"), ("HDEL", key, "x"), ("ZREM", key, "x"),
+            ("ZADD", key, "XX", "0", "x"), ("ZSCAN", key, "0"),
+        ]  # fmt: skip
+        with self.client.pipeline(transaction=False) as pipe:
+            for command in (*tried, ("EVAL", TRY_PUSH, "1", key)):
+                pipe.execute_command(*command)
+            *replies, pushed = pipe.execute(raise_on_error=False)
+        missing = dict[str, None]()
+        for (name, *_), reply in zip(tried, replies, strict=True):
+            if _is_denied(reply):
+                of_keys = "to run the" not in str(reply)
+                missing[self._keys if of_keys else f"+{str(name).lower()}"] = None
+        if not missing and _is_denied(pushed):
+            missing["+rpush"] = None
+        return list(missing)
+
+    @property
+    def _keys(self) -> str:
+        return f"~{self.leases.partition(':worker_')[0]}:*"
+
+
+def _is_denied(reply: object) -> bool:
+    """Return whether a reply is the error of a right that a user lacks, also within a script.
+
+    Redis 7.0 and Valkey 7.2 each have words of their own for the latter, and no code.
+    """
+    in_scripts = "executing the script can't", "ACL failure in script"
+    is_one = isinstance(reply, ResponseError)
+    return isinstance(reply, NoPermissionError) or (
+        is_one and any(text in str(reply) for text in in_scripts)
+    )
 
 
 def _moved_or_none(entry: str) -> str | None:

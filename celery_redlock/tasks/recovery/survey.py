@@ -13,8 +13,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import redis
-
 from celery_redlock.lock.platform.clock import Clock
 from celery_redlock.tasks.delivery.route import Route, has_way_back
 from celery_redlock.tasks.per_app import settings_of
@@ -89,10 +87,6 @@ class Survey:
     channel: Any = field(repr=False)
     ledger: Ledger
 
-    @property
-    def _keys(self) -> str:
-        return f"~{self.ledger.leases.partition(':worker_')[0]}:*"
-
     def now(self) -> float:
         """Return the server's wall clock, in s."""
         seconds, micros = self.ledger.client.time()
@@ -101,15 +95,11 @@ class Survey:
     def leases(self) -> list[LeaseReport]:
         """Return the worker leases with their messages; last what is tagged with none of them."""
         found = self._leases()
-        tags = {decoded(tag) for tag, _ in self._index(f"{PREFIX}*")}
-        messages = Counter(filter(None, map(lease_of, tags)))
+        messages = Counter(filter(None, map(lease_of, set(self.ledger.tags()))))
         reports = [replace(one, messages=messages.pop(one.lease, 0)) for one in found]
         if left := messages.total():
             reports.append(LeaseReport("", "", LEFT, None, left, None))
         return reports
-
-    def _index(self, match: str) -> Iterator[tuple[bytes | str, float]]:
-        yield from self.ledger.client.zscan_iter(self.ledger.index, match=match, count=SCANNED)
 
     def _leases(self) -> list[LeaseReport]:
         """Return the worker leases without their messages."""
@@ -218,30 +208,6 @@ class Survey:
             return ""
         priority = channel._get_message_priority(raw, reverse=False)
         return str(channel._q_for_pri(reached[0], priority))
-
-    def missing_rights(self) -> list[str]:
-        """Return the rights that worker leases need and this app's user lacks.
-
-        Tries each command, and changes nothing. Those that kombu itself needs are not tried.
-        """
-        ledger = self.ledger
-        key = f"{ledger.leases}\n"  # nobody has it
-        tried: list[tuple[str, ...]] = [
-            ("EVAL", "return redis.call('TIME')", "1", key), ("TIME",), ("ZSCORE", key, "x"),
-            ("ZRANGE", key, "0", "0"), ("ZRANGEBYSCORE", key, "0", "0"), ("HGET", key, "x"),
-            ("HSCAN", key, "0"), ("HEXISTS", key, "x"), ("HDEL", key, "x"), ("ZREM", key, "x"),
-            ("ZADD", key, "XX", "0", "x"),
-        ]  # fmt: skip
-        with ledger.client.pipeline(transaction=False) as pipe:
-            for command in tried:
-                pipe.execute_command(*command)
-            replies = pipe.execute(raise_on_error=False)
-        missing = dict[str, None]()
-        for (name, *_), reply in zip(tried, replies, strict=True):
-            if isinstance(reply, redis.exceptions.NoPermissionError):
-                of_keys = "to run the" not in str(reply)
-                missing[self._keys if of_keys else f"+{name.lower()}"] = None
-        return list(missing)
 
 
 def _chunks(found: Iterable[Any]) -> Iterator[list[Any]]:
