@@ -21,7 +21,7 @@ from celery_redlock.signals import MessagesRecoveredEvent, messages_recovered
 from celery_redlock.tasks.per_app import redlock_of
 from celery_redlock.tasks.recovery.keeper import Keeper, keepers, still_owned
 from celery_redlock.tasks.recovery.ledger import Ledger, decoded
-from celery_redlock.tasks.recovery.observer import BEAT_INTERVAL, LENGTH, PROOF, QUIET
+from celery_redlock.tasks.recovery.observer import BEAT_INTERVAL, LENGTH, PROOF, QUIET, TRUST
 from celery_redlock.tasks.recovery.step import RecoverMessages
 from celery_redlock.tasks.recovery.tags import DeliveryTag, new_lease
 from celery_redlock.testing import EmbeddedNode
@@ -340,6 +340,25 @@ def test_a_broker_that_refuses_the_beats_of_all_makes_no_worker_dead() -> None:
             client.config_set("min-replicas-to-write", 0)
             eventually(lambda: heard)
         assert heard[0] - begun >= PROOF
+        assert beats_of(ledger).keys() == before == {one.lease for one in workers}
+
+
+def test_workers_stay_alive_on_a_broker_without_memory() -> None:
+    """And go on with what they have, so that acknowledged messages free some."""
+    with EmbeddedNode(maxmemory_policy="noeviction") as server, three_workers(server) as made:
+        ledger, workers = made
+        client, lost = server.client(), new_lease()
+        before, tag = {one.lease for one in workers}, workers[0].tag("celery")
+        ledger.beat(lost, joins_as="w4@host")
+        note(ledger, str(DeliveryTag(lost, 0, "celery")))
+        client.config_set("maxmemory", 1)
+        begun = client.time()[0]
+        for one in workers:
+            eventually(lambda one=one: beats_of(ledger)[one.lease] / 1000 - begun > LENGTH + TRUST)
+        assert still_owned(tag)
+        assert client.llen("celery") == 0
+        client.config_set("maxmemory", 0)
+        eventually(lambda: client.llen("celery"))
         assert beats_of(ledger).keys() == before == {one.lease for one in workers}
 
 

@@ -10,6 +10,9 @@
 --          {1, dead, lease, beat, lease, beat...}  dead: one that the caller is to move, or ''; then
 --                                                  those that are quiet, or ahead of a clock that
 --                                                  was set back
+-- a script that has written is not refused for want of memory, and a beat takes none: those that are
+-- acknowledged free some (source: redis/src/script.c, scriptVerifyOOM)
+redis.call('ZREM', KEYS[1], '')
 local t = redis.call('TIME')
 local now = t[1] * 1000 + math.floor(t[2] / 1000)
 if ARGV[2] ~= '' then
