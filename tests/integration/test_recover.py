@@ -253,6 +253,14 @@ def test_recover_moves_what_has_a_dead_worker_lease_alone(broker: Broker, lost: 
     assert (told.exit_code, told.output) == (0, NOBODY)
 
 
+def test_recover_finds_what_a_killed_worker_has_noted_late(broker: Broker) -> None:
+    """Under a worker lease that had been moved and forgotten, as the next worker's start does."""
+    result = broker.stage.tasks.late.delay("k")
+    broker.take(result, new_lease(), ago=60.0)
+    assert "moved 1 message of a worker back to their queues\n" in recover().output
+    assert ids_of(broker.queued()) == [result.id]
+
+
 def test_what_was_moved_too_often_stays_until_an_operator_moves_it(broker: Broker) -> None:
     result = broker.stage.tasks.late.delay("k")
     tag = broker.take(result, broker.lease("celery@web1", dead=True), ago=60.0, moves=MOST_MOVES)

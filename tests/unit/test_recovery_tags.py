@@ -17,6 +17,7 @@ from celery_redlock.tasks.recovery.tags import (
     MOST_MOVES,
     MOVES,
     DeliveryTag,
+    lease_of,
     may_be_moved,
     moved,
     new_lease,
@@ -38,6 +39,7 @@ objects = st.dictionaries(st.text(), values, max_size=4)
 def test_a_tag_tells_what_it_was_made_of(number: int, name: str) -> None:
     tag = DeliveryTag(new_lease(), number, name)
     assert DeliveryTag.of(str(tag)) == tag
+    assert lease_of(str(tag)) == tag.lease
 
 
 @given(st.integers(0, 99), st.integers(0, 99), names, names)

@@ -163,6 +163,8 @@ def recover_dead(survey: Survey, *, moves: bool, err: bool) -> list[Recovered]:
 
     err: the command's own lines go to stderr. Return what was done, or there is to do.
     """
+    if moves:
+        survey.ledger.recall()  # as a worker does at its start
     reports = {one.lease: one for one in survey.leases() if one.state in (SILENT, DEAD)}
     silent = {name: one for name, one in reports.items() if one.state == SILENT and one.messages}
     proved = dict[str, str]()
