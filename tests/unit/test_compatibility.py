@@ -36,7 +36,7 @@ PUBLIC = re.compile(
     r"celery|celery\.(app|app\.registry|app\.task|beat|bootsteps|exceptions|signals|states|worker)"
     r"|celery\.contrib\.django\.task|celery\.worker\.(control|request|state)"
     r"|kombu\.(common|entity|exceptions|messaging|pools|serialization)"
-    r"|redis|redis\.(backoff|retry|sentinel)"
+    r"|redis|redis\.(backoff|exceptions|retry|sentinel)"
 )
 # (file, name): ours, or Python's own
 NOT_THEIRS = {
