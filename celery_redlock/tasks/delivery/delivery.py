@@ -357,7 +357,7 @@ class Delivery:
             return None
         if self.header.is_revoked or (this_process.slot is None and self._is_revoked_here):
             return "revoked"
-        return "expired" if self.expires_in < 0 else None
+        return "expired" if self.request.expires and self.expires_in < 0 else None
 
     @property
     def _is_revoked_here(self) -> bool:

@@ -116,13 +116,14 @@ class LockedRun:
     def _resolve_options(self) -> None:
         delivery, task = self.delivery, self.delivery.task
         config, carried = config_of(task), delivery.header.options
+        self.done_ttl = config.app.done_ttl
         if delivery.request.is_eager:
             queue = queue_of_call(task, self.args, self.kwargs)
         else:
             queue = delivery.queue(config.queues)
         heeded = config.heeded(carried) if carried else {}
         self.options = config.options_for(queue, heeded)
-        self.done_ttl, self.arrivals = config.app.done_ttl, config.arrivals_for(self.options)
+        self.arrivals = config.arrivals and config.arrivals_for(self.options)
         if carried:
             log_call_options(delivery, heeded, config.overridden(queue, self.options))
         self.call = TaskCall(task, *dumped(task, self.args, self.kwargs), queue)
@@ -171,9 +172,8 @@ class LockedRun:
     def _try_to_acquire(self, wait_in_slot: float) -> None:
         """Do so once; wait_in_slot: seconds, of a message that the broker did not take back."""
         delivery = self.delivery
-        marker = outcomes.completion_marker(
-            delivery, self.done_ttl, is_unique=self.token is not None
-        )
+        is_unique = self.token is not None
+        marker = outcomes.completion_marker(delivery, self.done_ttl, is_unique=is_unique)
         label = label_of_run(str(delivery.run_id), delivery.request.hostname)
         self.lock = lock_of(
             delivery.task,

@@ -24,7 +24,7 @@ from celery_redlock import anchors, signals
 from celery_redlock.lock.platform.clock import Platform
 from celery_redlock.tasks.recovery.ledger import Ledger, Moved
 from celery_redlock.tasks.recovery.observer import BEAT_INTERVAL, TRUST, Observer
-from celery_redlock.tasks.recovery.tags import DeliveryTag, lease_of, new_lease
+from celery_redlock.tasks.recovery.tags import new_lease
 
 logger = logging.getLogger(__name__)
 
@@ -107,8 +107,12 @@ class Keeper:
         return lease, sent
 
     def tag(self, name: str) -> str:
-        """Return the delivery tag of the next message. name: of the list that it was taken from."""
-        return str(DeliveryTag(self.lease, next(self._numbers), name))
+        """Return the delivery tag of the next message; "" without a worker lease.
+
+        name: of the list that it was taken from. The text is that of a `DeliveryTag`, sooner made.
+        """
+        lease = self._own.lease  # once: another thread may give it up
+        return f"{lease}:{next(self._numbers)}:{name}" if lease else ""
 
     def owns(self, lease: str) -> bool:
         """Return whether a worker lease is this worker's, and cannot have been declared dead.
@@ -366,6 +370,6 @@ refused: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 
 def still_owned(delivery_tag: object) -> bool:
     """Return whether a message is still its worker's; True for one without a worker lease."""
-    lease = lease_of(delivery_tag)
+    lease = str(delivery_tag).partition(":")[0]  # asked three times a message: nothing more is read
     keeper = keepers.get(lease)
     return keeper is None or keeper.owns(lease)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 from uuid import uuid4
 
@@ -13,6 +13,7 @@ from redis import ResponseError
 
 from celery_redlock import anchors
 from celery_redlock.lock.platform.clock import Platform, SystemClock
+from celery_redlock.tasks.delivery.delivery import HEADER
 from celery_redlock.tasks.per_app import settings_of
 from celery_redlock.tasks.recovery.keeper import Keeper
 from celery_redlock.tasks.recovery.ledger import Ledger, is_kombus, ledger_beside
@@ -43,6 +44,10 @@ class RecoverMessages(bootsteps.StartStopStep):
         self._platform = platform or Platform(SystemClock())
         self._keeper: Keeper | None = None
         self._has_warned = False
+        # of a queue's messages, since each one asks: lists by priority, and whether they are moved
+        # by task, unless their headers say otherwise
+        self._lists: dict[tuple[str, int], str] = {}
+        self._moved: dict[tuple[object, str], bool] = {}
 
     def start(self, parent: Any) -> None:
         """Join, again after a lost connection; raises the errors of a connection that is away.
@@ -50,6 +55,7 @@ class RecoverMessages(bootsteps.StartStopStep):
         Without a worker lease, messages are given tags as well: those of other workers' leases.
         """
         channel = parent.task_consumer.channel
+        self._lists.clear()  # of another connection
         if not can_tag(channel):
             return
         if settings_of(self._app).recovery:
@@ -107,15 +113,31 @@ class RecoverMessages(bootsteps.StartStopStep):
         return callback(raw)
 
     def _tag(self, channel: Any, queue: str, raw: dict[str, Any]) -> None:
-        properties, headers = raw["properties"], raw.get("headers") or {}
-        task = self._app.tasks.get(headers.get("task"))
+        properties = raw["properties"]
+        headers = raw.get("headers") or {}
         keeper = self._keeper
-        if keeper is not None and keeper.lease and may_be_moved(task, headers, queue):
+        is_moved = None if HEADER in headers else self._moved.get((headers.get("task"), queue))
+        if is_moved is None:
+            is_moved = self._is_moved(headers, queue)
+        tag = ""
+        if keeper is not None and is_moved:
             priority = channel._get_message_priority(raw, reverse=False)
-            properties["delivery_tag"] = keeper.tag(channel._q_for_pri(queue, priority))
+            name = self._lists.get((queue, priority))
+            if name is None:
+                name = self._lists[queue, priority] = channel._q_for_pri(queue, priority)
+            tag = keeper.tag(name)
+        if tag:
+            properties["delivery_tag"] = tag
         elif DeliveryTag.of(properties.get("delivery_tag")) is not None:
             # of a worker that had it before, as kombu restores it: that one may die yet
             properties["delivery_tag"] = str(uuid4())
+
+    def _is_moved(self, headers: Mapping[str, Any], queue: str) -> bool:
+        task = self._app.tasks.get(headers.get("task"))
+        is_moved = may_be_moved(task, headers, queue)
+        if task is not None and HEADER not in headers:
+            self._moved[task.name, queue] = is_moved
+        return is_moved
 
     def _forget_waiting(self, lease: str) -> None:
         """Have what waits here and was moved away leave; called by the keeper's thread."""

@@ -46,7 +46,7 @@ class DeliveryTag(NamedTuple):
 
 def lease_of(tag: object) -> str:
     """Return the worker lease that a delivery tag names, "" for a tag of another kind."""
-    lease, colon, _ = str(tag).partition(":")  # asked three times a message: nothing more is read
+    lease, colon, _ = str(tag).partition(":")
     return lease if colon and lease.startswith(PREFIX) else ""
 
 

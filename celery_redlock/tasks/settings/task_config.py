@@ -281,24 +281,19 @@ class TaskLockConfig:
         if callable(key):
             return self._called(options, call)
         parameters, args, kwargs = self.parameters, call.args, call.kwargs
-        if parameters.through and not reads_arguments(key, options.args, self.signature):
-            return self._made_of(options, {}, call.queue)  # whatever a decorator adds
         binder = parameters.binder
-        if parameters.taken:
+        if parameters.through and not reads_arguments(key, options.args, self.signature):
+            binder, args, kwargs = dict, (), {}  # whatever a decorator adds
+        elif parameters.taken:
             args, kwargs = parameters.passed_on(args, kwargs)
         try:
             arguments = binder(*args, **kwargs)
         except TypeError as error:  # not retried: Celery publishes no retry that does not fit
             why = str(error).removeprefix(f"{binder.__qualname__}() ")
             raise misfit(self.task_name, parameters, why, call) from None
-        return self._made_of(options, arguments, call.queue)
-
-    def _made_of(
-        self, options: TaskLockOptions, arguments: Mapping[str, Any], queue: str
-    ) -> tuple[str, ...]:
-        if options.key is not None:
-            return tuple(self._filled(one, arguments, queue) for one in templates_of(options.key))
-        return (f"{self.task_name}:{self._chosen(options.args, arguments, queue)}",)
+        if key is not None:
+            return tuple(self._filled(one, arguments, call.queue) for one in templates_of(key))
+        return (f"{self.task_name}:{self._chosen(options.args, arguments, call.queue)}",)
 
     def _chosen(
         self, names: tuple[str, ...] | None, arguments: Mapping[str, Any], queue: str
