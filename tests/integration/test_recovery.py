@@ -7,12 +7,13 @@ import os
 import re
 import signal
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from kombu import Connection, Exchange
-from redis import Redis
+from redis import BusyLoadingError, Redis
 
 from celery_redlock.tasks.recovery.observer import LENGTH
 from celery_redlock.tasks.recovery.step import can_tag
@@ -61,6 +62,17 @@ def leases(broker: EmbeddedNode) -> dict[str, str]:
     found = client.zrange(LEASES, 0, -1)
     names = client.hgetall("{redlock}:worker_names:unacked")  # last: one may have joined meanwhile
     return {names[lease].partition("@")[0]: lease for lease in found if lease in names}
+
+
+def see_loaded(broker: EmbeddedNode) -> None:
+    """Return when a broker that was started again has read what it had kept."""
+
+    def answers() -> bool:
+        with suppress(BusyLoadingError):  # redis-py 5.0 does not try again
+            return bool(broker.client().ping())
+        return False
+
+    eventually(answers)
 
 
 def see_moved(worker: ForkedWorker, count: int, whose: str = "w1") -> None:
@@ -205,7 +217,9 @@ def test_a_woken_worker_begins_nothing_that_was_moved(stage: Stage, pool: str) -
     wake(first)
     eventually(lambda: "took it for dead" in first.output())
     stage.log.with_name("go on").touch()  # its slot is free then
-    eventually(lambda: first.output().count("is with another worker") == had)
+    # not what runs: Celery 5.6 acknowledges it late under gevent, so it may be moved, too
+    said = re.compile(r"\[([0-9a-f-]+)\] is with another worker")
+    eventually(lambda: sorted(said.findall(first.output())) == sorted(ids))
     first.signal(signal.SIGTERM)
     assert first.wait() == 0
     see_all_over(stage)
@@ -315,6 +329,7 @@ def test_what_waits_is_back_after_a_restart_of_the_broker(stage: Stage, pool: st
         before = leases(stage.broker)["w1"]
         stage.broker.kill()
         stage.broker.start()
+        see_loaded(stage.broker)
         eventually(lambda: leases(stage.broker).get("w1", before) != before)
         see_moved(worker, WAITING)
     ids = {result.id for result in waiting}
