@@ -32,6 +32,7 @@ from celery_redlock.operate import control, lints, metrics, start_report, tracin
 from celery_redlock.tasks import per_app, startup, task, wrapping
 from celery_redlock.tasks.body import notify_bodies
 from celery_redlock.tasks.children import reaper
+from celery_redlock.tasks.delivery.acknowledge import AcknowledgeInTurn
 from celery_redlock.tasks.delivery.route import RecordQueueNames
 from celery_redlock.tasks.execution import outcomes, run
 from celery_redlock.tasks.recovery.step import RecoverMessages
@@ -51,6 +52,7 @@ class Receiver:
 # by the blueprint that they join. Source: celery.bootsteps, `app.steps`
 STEPS: tuple[tuple[str, type[Any]], ...] = (
     ("worker", startup.RefuseToStart),
+    ("consumer", AcknowledgeInTurn),
     ("consumer", RecordQueueNames),
     ("consumer", room.WaitingRoom),
     ("consumer", RecoverMessages),

@@ -160,6 +160,11 @@ LESSER = (
         f"{_CONSUMER}.connect.connection_for_read", "survive a lost broker", otherwise=_ENDS
     ),
     LesserName(
+        f"{_CONSUMER}.call_soon_ack", "acknowledge in turn", "p, ...",
+        otherwise="greenlets may acknowledge at once: before Celery 5.7 they do not",
+        is_optional=True,
+    ),  # since Celery 5.7
+    LesserName(
         f"{_CONSUMER}._limit_task", "keep a rate limit", "request, bucket, tokens", otherwise=_RATE
     ),
     LesserName(

@@ -159,6 +159,26 @@ ignored = locked(name="tests.ignored", ignore_result=True, max_retries=0)(worked
 keyed = locked(name="tests.keyed", lock_key=lambda task, args, kwargs: f"k:{args[0]}")(worked)
 
 
+CROWD = 24
+meeting = threading.Barrier(CROWD)
+
+
+def meet(key: str) -> None:
+    """End as all others do that run here: none before the last one has begun."""
+    with written(key):
+        meeting.wait()
+
+
+@locked(name="tests.meets", acks_late=True, ignore_result=True, lock_ttl=TTL)
+def meets(self: Any, key: str) -> None:
+    meet(key)
+
+
+@task(name="tests.meets_unlocked", acks_late=True, ignore_result=True)
+def meets_unlocked(key: str) -> None:
+    meet(key)
+
+
 @task(acks_late=True)
 def unlocked_late(key: str) -> None:
     write("begin", key)

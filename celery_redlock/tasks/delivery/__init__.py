@@ -3,6 +3,7 @@
 Read `delivery.py` first: facts and questions, and what a message carries of its lock; its run id,
 which counts how often a broker has dead-lettered it. No I/O.
 `route.py` finds the queue of a message and the way back to it, and lets a worker's consumer say
-through which queue each delivery came. `republish.py` publishes a message again, whole. What
-becomes of a delivery is decided in `tasks/execution/`.
+through which queue each delivery came. `republish.py` publishes a message again, whole.
+`acknowledge.py` has greenlets acknowledge in turn. What becomes of a delivery is decided in
+`tasks/execution/`.
 """

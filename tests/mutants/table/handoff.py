@@ -135,5 +135,11 @@ MUTANTS = (
     Mutant("a wait that ends as another thread registers it stays on the nodes",
            "lock.engine.inbox:Inbox._undo_if_left", "contract/test_hand_off.py::ends_as_another",
            "if self._line.since(resource) is None:", "if False:"),
+    Mutant("greenlets that the hand-off lets end together are not all acknowledged",
+           "tasks.delivery.acknowledge:in_turn", "contract/test_acknowledge.py::at_once",
+           "max(1, most - SPARE)", "most + 1"),
+    Mutant("acknowledgements that hang on a lost connection stop those on the next one",
+           "tasks.delivery.acknowledge:in_turn", "contract/test_acknowledge.py::another_channel",
+           "turns.get(channel)", "next(iter(turns.values()), None)"),
 )
 # fmt: on
