@@ -22,7 +22,13 @@ from celery_redlock.tasks.declaration import (
     may_lock_anywhere,
     to_leave_out,
 )
-from celery_redlock.tasks.delivery.delivery import ARGUMENTS, HEADER, LockHeader, own_headers
+from celery_redlock.tasks.delivery.delivery import (
+    ARGUMENTS,
+    HEADER,
+    NO_HEADER,
+    LockHeader,
+    own_headers,
+)
 from celery_redlock.tasks.execution.run import lock_of, lock_of_run, run_of
 from celery_redlock.tasks.sending import (
     check_send,
@@ -294,7 +300,7 @@ def keep_arguments(task: Any = None, args: Any = None, kwargs: Any = None, **_: 
         request = task.request
         request.__dict__[ARGUMENTS] = tuple(args), dict(kwargs)
         header = LockHeader.of(request)
-        if header.was_republished:
+        if header is not NO_HEADER and header.was_republished:
             request.eta = header.eta or None
 
 

@@ -62,8 +62,10 @@ def is_this_flow(pid: int) -> bool:
 
     Source: celery.concurrency.gevent gives the id of the greenlet as the pid.
     """
+    if pid == os.getpid():
+        return True
     getcurrent = getattr(sys.modules.get("greenlet"), "getcurrent", None)
-    return pid == os.getpid() or (getcurrent is not None and pid == id(getcurrent()))
+    return getcurrent is not None and pid == id(getcurrent())
 
 
 class Request(celery.worker.request.Request):

@@ -88,8 +88,7 @@ class LockedRun:
     def execute(self, body: Body) -> Any:
         """Run the body and return its result, or end this delivery.
 
-        Raises Ignore or Requeue if the delivery ends without its body; SettingsError, NotAcquired
-        or what the body raises end the run as FAILURE.
+        Raises Ignore or Requeue if the delivery ends without its body; all else ends as FAILURE.
         """
         delivery = self.delivery
         if refused and delivery.delivery_tag in refused:
@@ -97,11 +96,11 @@ class LockedRun:
             raise MovedAwayError("is with another worker")
         if delivery.is_for_another_queue:  # a copy of a deferred message
             delivery.request.__dict__[outcomes.CONTINUES] = True
-            logger.debug(
-                "%s is for another queue", delivery, extra=delivery.log_extra("copy_astray")
-            )
+            extra = delivery.log_extra("copy_astray")
+            logger.debug("%s is for another queue", delivery, extra=extra)
             raise Ignore("for another queue")
-        if not (delivery.acks_late and delivery.may_have_run_elsewhere):
+        is_asked_later = delivery.acks_late and delivery.may_have_run_elsewhere
+        if not is_asked_later:
             outcomes.end_if_cancelled(delivery)
         self._resolve_options()
         if self.keys.resources:
@@ -110,7 +109,8 @@ class LockedRun:
             if "celery_aio_pool.pool" in sys.modules:
                 refuse_aio_pool(delivery.task)
             self._acquire_or_end()
-        outcomes.end_if_cancelled(self.delivery)  # no other one ran it, as the lock has shown
+        if is_asked_later or self.options.wait or self.keys.rates or self.delivery is not delivery:
+            outcomes.end_if_cancelled(self.delivery)  # no other one ran it, as the lock has shown
         return self._run_body(body) if self.keys.resources else body(*self.args, **self.kwargs)
 
     def _resolve_options(self) -> None:

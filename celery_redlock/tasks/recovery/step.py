@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 from uuid import uuid4
 
@@ -44,10 +44,8 @@ class RecoverMessages(bootsteps.StartStopStep):
         self._platform = platform or Platform(SystemClock())
         self._keeper: Keeper | None = None
         self._has_warned = False
-        # of a queue's messages, since each one asks: lists by priority, and whether they are moved
-        # by task, unless their headers say otherwise
-        self._lists: dict[tuple[str, int], str] = {}
-        self._moved: dict[tuple[object, str], bool] = {}
+        # by task and queue, of messages whose headers and priority decide nothing: see `_list_of`
+        self._lists: dict[tuple[object, str], str] = {}
 
     def start(self, parent: Any) -> None:
         """Join, again after a lost connection; raises the errors of a connection that is away.
@@ -116,28 +114,26 @@ class RecoverMessages(bootsteps.StartStopStep):
         properties = raw["properties"]
         headers = raw.get("headers") or {}
         keeper = self._keeper
-        is_moved = None if HEADER in headers else self._moved.get((headers.get("task"), queue))
-        if is_moved is None:
-            is_moved = self._is_moved(headers, queue)
-        tag = ""
-        if keeper is not None and is_moved:
-            priority = channel._get_message_priority(raw, reverse=False)
-            name = self._lists.get((queue, priority))
-            if name is None:
-                name = self._lists[queue, priority] = channel._q_for_pri(queue, priority)
-            tag = keeper.tag(name)
+        task = headers.get("task")
+        decides = HEADER in headers or properties.get("priority")
+        name = None if decides else self._lists.get((task, queue))
+        if name is None:
+            name = self._list_of(channel, queue, raw)
+            if not decides and task in self._app.tasks:
+                self._lists[task, queue] = name
+        tag = keeper.tag(name) if name and keeper is not None else ""
         if tag:
             properties["delivery_tag"] = tag
         elif DeliveryTag.of(properties.get("delivery_tag")) is not None:
             # of a worker that had it before, as kombu restores it: that one may die yet
             properties["delivery_tag"] = str(uuid4())
 
-    def _is_moved(self, headers: Mapping[str, Any], queue: str) -> bool:
-        task = self._app.tasks.get(headers.get("task"))
-        is_moved = may_be_moved(task, headers, queue)
-        if task is not None and HEADER not in headers:
-            self._moved[task.name, queue] = is_moved
-        return is_moved
+    def _list_of(self, channel: Any, queue: str, raw: dict[str, Any]) -> str:
+        """Return the list that a message was taken from; "" if it is not to be moved."""
+        headers = raw.get("headers") or {}
+        if not may_be_moved(self._app.tasks.get(headers.get("task")), headers, queue):
+            return ""
+        return str(channel._q_for_pri(queue, channel._get_message_priority(raw, reverse=False)))
 
     def _forget_waiting(self, lease: str) -> None:
         """Have what waits here and was moved away leave; called by the keeper's thread."""
