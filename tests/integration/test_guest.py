@@ -16,6 +16,7 @@ from typing import Any
 
 import celery
 import pytest
+from redis import Redis
 
 from celery_redlock.testing import EmbeddedNode
 from tests.conftest import Nodes, eventually, see_listening
@@ -176,6 +177,36 @@ def test_a_worker_that_locks_nothing_is_what_it_is_without_the_package(
     assert installed_main["cpu"] < 1.2 * main["cpu"]  # 1.3 to 1.5
     for guest_worker in workers[1:]:
         assert guest_worker.lines() == workers[0].lines()
+
+
+def keys_and_scripts(broker: str) -> tuple[list[str], int]:
+    """Return the keys of worker leases, and of all leases, and how often a script was run."""
+    with Redis.from_url(broker, decode_responses=True) as client:
+        keys = [
+            key for what in ("worker", "leases") for key in client.scan_iter(f"{{redlock}}:{what}*")
+        ]
+        scripts: dict[str, int] = client.info("commandstats").get("cmdstat_eval", {})
+        return sorted(keys), scripts.get("calls", 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pool", ["threads", "prefork"])
+def test_a_worker_that_locks_nothing_leaves_no_worker_lease(
+    pool: str, installed: Place, broker: EmbeddedNode, nodes: Nodes, tmp_path: Path
+) -> None:
+    """One with a locked task has joined before it gets its first message."""
+    imports = replace(installed, imports=True)
+    for place in (installed, imports):
+        with worker(place, pool, broker.url, tmp_path / f"{place.imports}") as guest:
+            guest.look()
+            assert keys_and_scripts(broker.url) == ([], 0)
+        assert keys_and_scripts(broker.url) == ([], 0)
+    locks = replace(imports, locks_on=" ".join(node.url for node in nodes))
+    with worker(locks, pool, broker.url, tmp_path / "locks") as locking:
+        locking.look("guest.look_under_lock")
+        keys, scripts = keys_and_scripts(broker.url)
+        assert keys == ["{redlock}:worker_leases:unacked", "{redlock}:worker_names:unacked"]
+        assert scripts > 0
 
 
 COMMANDS = (("--help",), ("--version",), ("report",), ("call", "guest.look"))
