@@ -827,6 +827,20 @@ def gives_nobody_way(self: Any, key: str, seconds: float, *, in_c: bool) -> bool
     return bool(self.lock.held)
 
 
+@locked(name="tests.keeps_the_interpreter", lock_ttl=TTL)
+def keeps_the_interpreter(self: Any, key: str, pipe: str) -> None:
+    """Block in C with the interpreter's lock, until somebody opens a named pipe for writing."""
+    write("begin", key)
+    ctypes.PyDLL(None).open(os.fsencode(pipe), os.O_RDONLY)
+
+
+@locked(name="tests.kills_its_worker", lock_ttl=TTL, acks_late=True)
+def kills_its_worker(self: Any, key: str) -> None:
+    """Kill this process each time: in a pool of threads the worker's main one."""
+    write("begin", key, id=self.request.id)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def swallow(self: Any, key: str, then: str) -> str:
     """Catch what says that the lock is lost, and end in another way."""
     first = not LOG.read_text().count(f'"swallowed:{then}"')

@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import signal
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -478,6 +480,57 @@ def test_a_worker_counts_what_it_moves(make_stage: MakeStage, nodes: Nodes, pool
     first.kill()
     eventually(lambda: scrape(second)["redlock_recovered_total", ""] == 3)
     assert scrape(second)["redlock_stranded_total", ""] == 0
+
+
+MOST_LIVES = 5  # of a worker under a supervisor in a test: more than any of them needs
+
+
+@pytest.mark.slow
+def test_a_body_that_kills_its_worker_each_time_stays_until_an_operator_moves_it(
+    make_stage: MakeStage, nodes: Nodes
+) -> None:
+    """Under a supervisor that starts the worker again, beside a message that never began.
+
+    Not before its lock has expired: its second delivery waits for nobody.
+    """
+    stage = make_stage(nodes, redlock_metrics="127.0.0.1:0", worker_prefetch_multiplier=8)
+    client, (living, dead) = stage.broker.client(), of_leases(stage)
+    lives = [stage.worker("w1", pool="threads", concurrency=1)]
+    with stage.tasks.late.lock_for("k", wait=60):
+        neighbour = stage.tasks.late.delay("k")
+        stage.see_deferred(neighbour)
+        poison = stage.tasks.kills_its_worker.apply_async(("p",), **{MOVES: MOST_MOVES - 1})
+        said = re.compile(r"left 1 messages of w1@\S+ unacknowledged: they were moved too often")
+        while not said.search(lives[-1].output()):
+            if not lives[-1].runs:
+                assert len(lives) < MOST_LIVES
+                stage.see_freed("k:p")
+                lives.append(stage.worker("w1", pool="threads", concurrency=1))
+            time.sleep(0.05)
+        eventually(lambda: client.zcard(living) == 1 and not client.exists(dead))
+    # the last move that is allowed, and the run after it
+    assert [life.wait() for life in lives[:-1]] == [-signal.SIGKILL] * 2
+    assert stage.runs_of("p") == 2
+    assert neighbour.get(timeout=120) == 0
+    assert stage.runs_of("k") == 1
+    assert lives[-1].output().count(" unacknowledged: ") == 1
+    eventually(lambda: scrape(lives[-1])["redlock_stranded_total", ""] == 1)
+    (entry,) = client.hvals("unacked")
+    assert ids_of([json.loads(entry)[0]]) == [poison.id]
+    assert "it was moved too often in a row" in in_json("show", poison.id)["task"]["reason"]
+    lives[-1].kill()
+    told = recover("--older-than", "0", "--yes")
+    assert told.output.endswith("moved 1 message back to their queues\n"), told.output
+    assert not client.exists("unacked")
+    (message,) = map(json.loads, client.lrange("celery", 0, -1))
+    assert (message["headers"]["id"], message["properties"][MOVES]) == (poison.id, 0)
+
+
+def of_leases(stage: Stage) -> tuple[str, str]:
+    """Return the keys of the living and of the dead worker leases of a stage's broker."""
+    with open_survey(stage.app) as survey:
+        assert survey is not None
+        return survey.ledger.leases, survey.ledger.dead
 
 
 def app_code(broker: str, *more: str) -> str:
