@@ -362,6 +362,7 @@ def last_until(self: Any, key: str, until: str = "") -> str:
 
 
 until = locked(name="tests.until", lock_ttl=TTL, acks_late=True)(last_until)
+plain_until = task(bind=True, name="tests.plain_until", acks_late=True)(last_until)
 
 
 @locked()

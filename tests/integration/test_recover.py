@@ -26,7 +26,7 @@ from celery_redlock.tasks.recovery.observer import BEAT_INTERVAL, LENGTH, PROOF
 from celery_redlock.tasks.recovery.survey import Survey, open_survey
 from celery_redlock.tasks.recovery.tags import MOST_MOVES, MOVES, DeliveryTag, new_lease
 from tests.conftest import Nodes, eventually
-from tests.integration.conftest import MakeStage, Stage
+from tests.integration.conftest import MakeStage, Stage, slow_but
 from tests.integration.test_command import command, in_json, run_of, schema_of
 from tests.integration.test_metrics import scrape
 
@@ -409,24 +409,32 @@ def test_a_worker_that_beats_after_the_proof_keeps_its_messages(broker: Broker) 
     assert broker.ledger.beat(lease).is_alive
 
 
+@pytest.mark.parametrize("state", slow_but(["scheduled"], ["scheduled", "reserved", "active"]))
 def test_nothing_is_moved_while_a_worker_that_answers_has_it(
-    make_stage: MakeStage, nodes: Nodes
+    make_stage: MakeStage, nodes: Nodes, state: str
 ) -> None:
+    """Of a plain task: one that is to run later, one that was prefetched, or one that runs."""
     stage = make_stage(nodes)
     worker = stage.worker("w1", concurrency=1)
-    stage.see_listening()
-    scheduled = stage.tasks.unlocked_late.apply_async(("k",), countdown=600)
+    (to,) = stage.see_listening()
+    if state == "reserved":  # behind one that is acknowledged already
+        stage.tasks.rebuild.delay("r", "go")
+        stage.wait_for("begin")
+    task = stage.tasks.plain_until if state == "active" else stage.tasks.unlocked_late
+    words = ("k", "go") if state == "active" else ("k",)
+    result = task.apply_async(words, countdown=600 if state == "scheduled" else None)
     client = stage.broker.client()
     eventually(lambda: client.hlen("unacked") == 1)
+    if state == "active":
+        stage.wait_for("begin")
     (tag,) = client.hkeys("unacked")
-    name = "tests.integration.app.unlocked_late"
     for more in ([], ["--dry-run"]):
         error = ""
         while not error:  # a busy worker may not answer in time
             told = recover("--older-than", "0", *more, says="n\n")
             assert client.hkeys("unacked") == [tag]
             error = told.output if told.exit_code == 1 and "lives" in told.output else ""
-        assert f"lives and has some of these messages (1 of {name}), so none is moved" in error
+        assert f"{to} lives and has some of these messages (1 of {task.name}), so none" in error
     assert client.hkeys("unacked") == [tag]
     assert recover("--older-than", "3600").output.endswith(
         "No message without a worker lease was taken that long ago.\n"
@@ -436,7 +444,7 @@ def test_nothing_is_moved_while_a_worker_that_answers_has_it(
     assert told.exit_code == 0, told.output
     assert not client.exists("unacked")
     (message,) = map(json.loads, client.lrange("celery", 0, -1))
-    assert message["headers"]["id"] == scheduled.id
+    assert message["headers"]["id"] == result.id
 
 
 @pytest.mark.slow
