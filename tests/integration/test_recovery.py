@@ -100,6 +100,19 @@ def see_none_beside(stage: Stage) -> None:
     assert not [pair for spans in stage.intervals().values() for pair in overlaps(spans)]
 
 
+def see_waiting(stage: Stage, results: list[Any]) -> None:
+    """Return when these have been deferred, and are with workers again; nothing else is."""
+    for result in results:
+        stage.see_deferred(result)
+
+    def is_so() -> bool:
+        with stage.broker.client().pipeline() as pipe:
+            found: list[int] = pipe.hlen("unacked").llen("celery").execute()
+        return found == [len(results), 0]
+
+    eventually(is_so)
+
+
 def freeze(worker: ForkedWorker) -> None:
     os.killpg(worker.pid, signal.SIGSTOP)
 
@@ -224,6 +237,59 @@ def test_a_woken_worker_begins_nothing_that_was_moved(stage: Stage, pool: str) -
     assert first.wait() == 0
     see_all_over(stage)
     see_each_once(stage, ids, second.pid)
+
+
+@pytest.mark.parametrize("pool", pools("threads", every=("threads", "gevent")))
+def test_a_worker_whose_interpreter_was_blocked_begins_nothing_that_was_moved(
+    stage: Stage, pool: str
+) -> None:
+    """By a body in C that keeps the interpreter's lock: no thread of the worker beats."""
+    pipe = stage.log.with_name("pipe")
+    os.mkfifo(pipe)
+    first = stage.worker("w1", pool=pool, concurrency=2)
+    with stage.tasks.late.lock_for("k", wait=60):
+        waiting = [stage.tasks.late.delay("k") for _ in range(WAITING)]
+        see_waiting(stage, waiting)
+        stage.tasks.keeps_the_interpreter.delay("blocked", str(pipe))
+        stage.wait_for("begin")
+        second = stage.worker("w2", pool="threads", concurrency=2)
+        see_moved(second, WAITING)
+    assert [result.get(timeout=120) for result in waiting] == [0] * WAITING
+    pipe.open("w").close()
+    see_woken_drop(stage, first, WAITING)
+    see_each_once(stage, {result.id for result in waiting}, second.pid)
+    assert stage.runs_of("blocked") == 1
+
+
+def test_a_woken_worker_begins_nothing_that_may_hold_one_of_two_permits(stage: Stage) -> None:
+    """With early acknowledgement: what waits for a permit is not acknowledged yet."""
+    visit = stage.tasks.visit
+    second = stage.worker("w2", pool="threads", concurrency=4, queues=["held"])
+    holders = [visit.apply_async(("c", name, "go"), queue="held") for name in ("h1", "h2")]
+    stage.wait_for("begin", 4)  # each of them writes two lines
+    first = stage.worker("w1", pool="threads", concurrency=2, queues=["celery"])
+    waiting = [visit.delay("c", f"v{number}") for number in range(WAITING)]
+    see_waiting(stage, waiting)
+    freeze(first)
+    see_moved(second, WAITING)
+    with stage.consumed("celery", "w2"):
+        stage.log.with_name("go").touch()
+        for result in (*holders, *waiting):
+            result.get(timeout=120)
+    wake(first)
+    see_woken_drop(stage, first, WAITING)
+    begun = {line.key: line.pid for line in stage.lines("begin") if line.key.startswith("v")}
+    assert begun == {f"v{number}": second.pid for number in range(WAITING)}
+    assert [stage.runs_of(name) for name in begun] == [1] * WAITING
+
+
+def see_woken_drop(stage: Stage, worker: ForkedWorker, count: int) -> None:
+    """Return when a woken worker has dropped so many messages, and has ended."""
+    eventually(lambda: "took it for dead" in worker.output())
+    eventually(lambda: worker.output().count("is with another worker") == count)
+    worker.signal(signal.SIGTERM)
+    assert worker.wait() == 0
+    see_all_over(stage)
 
 
 def test_a_woken_worker_gives_nothing_back_that_was_moved(stage: Stage) -> None:
@@ -600,3 +666,26 @@ def test_beside_a_worker_with_recovery_one_without_leaves_its_messages_to_the_ti
         channel.qos.restore_visible()
     assert set(queued(client, "held")) == set(without)
     assert watcher.output().count("moved ") == 1
+
+
+@pytest.mark.slow
+def test_what_lies_tagged_as_recovery_is_switched_off_comes_back_by_kombus_own_restore(
+    stage: Stage,
+) -> None:
+    """The only worker is killed, and one without recovery is started in its place."""
+    first = stage.worker("w1", pool="threads", concurrency=2)
+    with stage.tasks.late.lock_for("k", wait=60):
+        waiting = [stage.tasks.late.delay("k") for _ in range(WAITING)]
+        see_waiting(stage, waiting)
+        lease, before = leases(stage.broker)["w1"], tags_by_id(stage.broker)
+        assert {tag.partition(":")[0] for tag in before.values()} == {lease}
+        first.kill()
+    off = with_setting(
+        stage, redlock_recovery=False, broker_transport_options={"visibility_timeout": 5}
+    )
+    second = off.worker("w2", pool="threads", concurrency=2)
+    assert [result.get(timeout=180) for result in waiting] == [0] * WAITING
+    see_all_over(stage)
+    see_each_once(stage, {result.id for result in waiting}, second.pid)
+    assert "moved" not in second.output()
+    assert stage.broker.client().zrange(LEASES, 0, -1) == [lease]
