@@ -211,6 +211,36 @@ def test_where_no_worker_is_left_to_move_it_that_is_said(broker: Broker) -> None
     )
 
 
+@pytest.mark.usefixtures("no_worker")
+def test_with_recovery_switched_off_what_lies_tagged_is_back_by_the_visibility_timeout(
+    make_stage: MakeStage, nodes: Nodes
+) -> None:
+    """Of workers that had it switched on, as long as no such worker lives."""
+    stage = make_stage(nodes, redlock_recovery=False)
+    with open_survey(stage.app) as survey:
+        assert survey is not None
+        broker = Broker(stage, survey)
+        silent, dead = broker.lease("celery@web1", 100.0), broker.lease("celery@web2", dead=True)
+        results = [stage.tasks.late.delay("k"), stage.tasks.late.delay("k")]
+        for lease, result in zip((silent, dead), results, strict=True):
+            broker.take(result, lease)
+        within, later = "within 1 h 0 min", r"(within 1 h 0 min|within 59 min \d+ s)"
+        for words in (["waiters"], ["top", "--count", "1"]):
+            told = command(*words).output
+            assert re.search(rf"\ncelery@web1 +1 +1 min \d+ s +{within}\n", told), told
+            assert re.search(rf"\ncelery@web2 +1 +proved +{within}\n", told), told
+        shown = {one["setting"]: one for one in in_json("doctor")["lints"]}
+        for worker in ("celery@web1", "celery@web2"):
+            assert shown[f"stranded: {worker}"]["level"] == "warning"
+            assert f"back {within}" in shown[f"stranded: {worker}"]["hint"]
+        for result, worker in zip(results, ("web1 is gone for", "web2 is dead"), strict=True):
+            reason = in_json("show", result.id)["task"]["reason"]
+            assert re.fullmatch(rf"celery@{worker}.*: its message is back {later}", reason), reason
+        broker.lease("celery@web3")
+        states = {one["worker"]: one["back_in"] for one in in_json("waiters")["stranded"]}
+        assert states == {"celery@web1": 0.0, "celery@web2": 0.0}
+
+
 def test_a_task_is_shown_with_the_worker_that_has_its_message(lost: Lost) -> None:
     often = "it was moved too often in a row, so its body may be what ends workers: it is back "
     within = "within 49 min [0-9]+ s"

@@ -37,27 +37,27 @@ BY_HAND = "`celery redlock recover --older-than` moves it"
 
 @dataclass(frozen=True)
 class StrandedView:
-    """The worker leases of an app's broker. is_on: it can have some, and recovery is on.
+    """The worker leases of an app's broker. can: it can have some; with recovery switched off, too.
 
-    cause: why the broker could not be asked. visibility: of `visibility_timeout`.
+    cause: why the broker could not be asked. visibility: of `visibility_timeout`. is_on: the app's
+    own workers move messages.
     """
 
-    is_on: bool
+    can: bool
     leases: Sequence[LeaseReport] = ()
     visibility: float | None = None
     cause: str = ""
+    is_on: bool = True
 
     @classmethod
     def ask(cls, app: Any, silent: str = "") -> StrandedView:
         """Ask the broker. silent: why it is known not to answer."""
-        is_on, visibility = (
-            settings_of(app).recovery and has_leases(app),
-            visibility_timeout(app.conf),
-        )
-        if silent or not is_on:
-            return cls(is_on, (), visibility, silent)
+        can, is_on = has_leases(app), settings_of(app).recovery
+        visibility = visibility_timeout(app.conf)
+        if silent or not can:
+            return cls(can, (), visibility, silent, is_on)
         leases, cause = ask_broker(app, Survey.leases)
-        return cls(is_on, leases or (), visibility, cause)
+        return cls(can, leases or (), visibility, cause, is_on)
 
     @property
     def stranded(self) -> list[LeaseReport]:
@@ -93,7 +93,7 @@ class StrandedView:
             )
 
     def _back(self, report: LeaseReport) -> str:
-        if report.state == LEFT:
+        if report.state == LEFT or (report.back_in is None and not self.is_on):
             return self._after_visibility()
         if report.back_in is None:
             return "once a worker runs"
@@ -109,9 +109,9 @@ class StrandedView:
         if after is None:
             return "the broker delivers the messages that waited in it again, now"
         others = f"within its visibility_timeout of {after:g} s"
-        if not self.is_on or self.cause:
-            return f"the broker delivers the messages that waited in it again, {others}"
         its = [one for one in self.stranded if one.worker == worker]
+        if not self.can or self.cause or not (its or self.is_on):
+            return f"the broker delivers the messages that waited in it again, {others}"
         if not its:
             back = "its messages with a worker lease are back in their queues"
         else:
@@ -122,7 +122,7 @@ class StrandedView:
 
     def place_of(self, app: Any, task_id: str) -> tuple[str, str]:
         """Return the name of a task, and where its unacknowledged message is; "" if nowhere."""
-        if not self.is_on or self.cause:
+        if not self.can or self.cause:
             return "", ""
         found, _ = ask_broker(app, lambda survey: survey.find(task_id))
         texts = [(one.task, self._place(one)) for one in found or ()]
@@ -179,7 +179,7 @@ class RecoveryTime:
         least = visibility or 0.0
         others = least, least + later
         if not settings_of(app).recovery:
-            return cls("off", None, others, sweep)
+            return cls("off", None, others, sweep, (), StrandedView.ask(app))
         missing, cause = ask_broker(app, lambda survey: survey.ledger.missing_rights())
         if missing:
             return cls("refused", None, others, sweep, missing)
