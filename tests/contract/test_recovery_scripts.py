@@ -12,9 +12,10 @@ import pytest
 from kombu import Connection
 from redis import Redis
 
+from celery_redlock.tasks.delivery.republish import MOVES
 from celery_redlock.tasks.recovery.ledger import CHUNK, CLAIM, Beat, Ledger
 from celery_redlock.tasks.recovery.observer import QUIET
-from celery_redlock.tasks.recovery.tags import MOST_MOVES, MOVES, DeliveryTag, new_lease
+from celery_redlock.tasks.recovery.tags import MOST_MOVES, DeliveryTag, new_lease
 from celery_redlock.testing import EmbeddedNode
 from tests.conftest import eventually
 from tests.contract.worker_leases import declare_dead, open_ledger

@@ -22,9 +22,10 @@ from celery_redlock.operate.cli import recover as of_recover
 from celery_redlock.operate.cli import views
 from celery_redlock.operate.metrics import Metrics
 from celery_redlock.signals import MessagesRecoveredEvent, messages_recovered
+from celery_redlock.tasks.delivery.republish import MOVES
 from celery_redlock.tasks.recovery.observer import BEAT_INTERVAL, LENGTH, PROOF
 from celery_redlock.tasks.recovery.survey import Survey, open_survey
-from celery_redlock.tasks.recovery.tags import MOST_MOVES, MOVES, DeliveryTag, new_lease
+from celery_redlock.tasks.recovery.tags import MOST_MOVES, DeliveryTag, new_lease
 from tests.conftest import Nodes, eventually
 from tests.integration.conftest import MakeStage, Stage, slow_but
 from tests.integration.test_command import command, in_json, run_of, schema_of

@@ -15,9 +15,10 @@ import pytest
 from kombu import Connection, Exchange
 from redis import BusyLoadingError, Redis
 
+from celery_redlock.tasks.delivery.republish import MOVES
 from celery_redlock.tasks.recovery.observer import LENGTH
 from celery_redlock.tasks.recovery.step import can_tag
-from celery_redlock.tasks.recovery.tags import MOST_MOVES, MOVES, DeliveryTag, new_lease
+from celery_redlock.tasks.recovery.tags import MOST_MOVES, DeliveryTag, new_lease
 from celery_redlock.testing import EmbeddedNode
 from tests.conftest import Nodes, eventually
 from tests.integration.conftest import MakeStage, Stage, overlaps, pools

@@ -19,11 +19,12 @@ from random import Random
 import redis
 
 from celery_redlock.lock.platform.clock import Platform
+from celery_redlock.tasks.delivery.republish import MOVES
 from celery_redlock.tasks.recovery import ledger as ledger_module
 from celery_redlock.tasks.recovery import tags as tags_module
 from celery_redlock.tasks.recovery.keeper import Keeper, keepers, still_owned
 from celery_redlock.tasks.recovery.ledger import Ledger
-from celery_redlock.tasks.recovery.tags import MOST_MOVES, MOVES, DeliveryTag
+from celery_redlock.tasks.recovery.tags import MOST_MOVES, DeliveryTag
 from tests.simulation.broker import CLOSES, INDEX, UNACKED, Broker, Client
 from tests.simulation.clients import Clock, Mutex, patched
 from tests.simulation.invariants import Violation

@@ -28,8 +28,9 @@ import math
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
+from celery_redlock.tasks.delivery.republish import MOVES
 from celery_redlock.tasks.recovery.ledger import BEAT_SCRIPT, DECLARE_DEAD, MOVE, RECALL
-from celery_redlock.tasks.recovery.tags import MOST_MOVES, MOVES, DeliveryTag
+from celery_redlock.tasks.recovery.tags import MOST_MOVES, DeliveryTag
 from tests.simulation.broker import UNACKED, Question
 from tests.simulation.invariants import Violation
 from tests.simulation.world import running

@@ -69,6 +69,7 @@ _OF_PUBLISHERS = frozenset({
     *inspect.signature(Producer.publish).parameters, "event_dispatcher", "exchange_type", "message",
     "name", "producer", "queue",
 })  # fmt: skip
+MOVES = "redlock_moves"  # property of a message: how often in a row it was moved by a recovery
 _OWN = "redlock_"  # what a worker notes of a delivery, for its own processes
 
 
@@ -186,6 +187,8 @@ def publish(
     carried = replace(header, origin=route).to_message()
     own_serializer = registry.type_to_name.get(properties.get("content_type"))
     kept = own_properties(properties)
+    if header.waits and MOVES in properties:  # the run before may be what ended its worker
+        kept[MOVES] = properties[MOVES]
     with confirming_producer(app, anew=anew) as producer:
         # RabbitMQ refuses the name of a user that is not its connection's
         user = driver_of(app) == "amqp" and (producer.connection.userid or "guest")

@@ -11,9 +11,9 @@ from uuid import uuid4
 from celery_redlock.errors import SettingsError
 from celery_redlock.tasks.declaration import config_of
 from celery_redlock.tasks.delivery.delivery import HEADER
+from celery_redlock.tasks.delivery.republish import MOVES
 from celery_redlock.tasks.settings.options import TaskLockOptions
 
-MOVES = "redlock_moves"  # property of a message: how often in a row it was moved
 MOST_MOVES = 10  # then its body may be what kills its workers
 DECIDE = ("key", "args", "on_unreachable")  # options that say whether a run is sure to hold a lock
 PREFIX = "redlock-"  # of the name of each worker lease
