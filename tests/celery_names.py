@@ -28,6 +28,7 @@ _HELD = "a deferral waits in a worker, as with other queues than RabbitMQ's quor
 _SLOWER = "a deferral takes longer"
 _VIRTUAL = "kombu.transport.virtual.base"
 _LATER = "a dead worker's messages come back after the visibility timeout"
+_UNREAD = "a busy worker may have a message that it has not noted, as without this package"
 _LAST = "a message that a worker gives back goes to the end of its queue"
 _CUT = "a soft time limit is held off whatever handles it"
 _RATE = "what waited in a worker for its lock does not wait for Celery's rate limit as well"
@@ -140,6 +141,8 @@ LESSER = (
     LesserName(f"{_VIRTUAL}:Transport._callbacks", "name a worker lease in a delivery tag",
                otherwise=_LATER),
     LesserName(f"{_REDIS}._fanout_queues", "leave what is sent to each worker", otherwise=_LATER),
+    LesserName(f"{_REDIS}._in_poll", "read what was popped", otherwise=_UNREAD),
+    LesserName(f"{_VIRTUAL}:QoS.can_consume", "read what was popped", "", otherwise=_UNREAD),
     LesserName(f"{_VIRTUAL}:QoS._quick_ack", "forget a message that was moved", otherwise=_LATER),
     LesserName(
         f"{_REQUEST}.on_accepted", "begin nothing that was moved while it waited for a thread",

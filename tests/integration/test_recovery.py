@@ -200,6 +200,42 @@ def test_a_pool_that_grows_and_restarts_has_the_worker_lease_of_before(
     assert [result.get(timeout=120) for result in waiting] == [0] * WAITING
 
 
+@pytest.mark.parametrize(
+    "conf",
+    [{}, {"redlock_recovery": False}, {"worker_disable_prefetch": True}],
+    ids=["leased", "unleased", "no-prefetch"],
+)
+def test_a_worker_notes_what_comes_as_its_only_slot_was_just_taken(
+    make_stage: MakeStage, nodes: Nodes, broker: EmbeddedNode, conf: dict[str, Any]
+) -> None:
+    """Its BRPOP was open as it lowered its prefetch, and is answered after that."""
+    open_long = {"polling_interval": 600}  # s: for which the BRPOP stays open
+    stage = make_stage(
+        nodes, broker, worker_prefetch_multiplier=1, broker_transport_options=open_long, **conf
+    )
+    first = stage.worker("w1", pool="threads", concurrency=1)
+    client, to = broker.client(), stage.see_listening("w1")
+
+    def prefetch() -> int:
+        [stats] = stage.app.control.inspect(to, timeout=60).stats().values()
+        return int(stats["prefetch_count"])
+
+    with stage.tasks.until.lock_for("k", "go", wait=60):
+        stage.tasks.until.delay("k", "go")
+        eventually(lambda: client.hlen("unacked") == 1)
+        eventually(lambda: any("b" in one["flags"] for one in client.client_list()))
+        before = prefetch()
+    stage.wait_for("begin")
+    eventually(lambda: prefetch() == before - 1)
+    coming = stage.tasks.late.delay("l")
+    eventually(lambda: coming.id in tags_by_id(broker))
+    if not conf:
+        first.kill()
+        see_moved(stage.worker("w2", pool="threads", concurrency=2), 2)
+        assert coming.get(timeout=120) == 0
+    stage.log.with_name("go").touch()
+
+
 # frozen
 
 

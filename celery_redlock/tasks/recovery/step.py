@@ -1,4 +1,7 @@
-"""The consumer's step: a worker lease for each of its channels, and a tag for what comes."""
+"""The consumer's step: a worker lease for each of its channels, and a tag for what comes.
+
+What kombu has popped from a list is read at once, with and without a worker lease.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +29,7 @@ logger = logging.getLogger(__name__)
 # of them no message is tagged
 _OF_CHANNEL = ("_q_for_pri", "_get_message_priority", "_fanout_queues", "pool")
 _CALLBACKS, QUICK_ACK = "_callbacks", "_quick_ack"
+_IN_POLL = "_in_poll"  # the connection of an open BRPOP; without that name its reply may wait
 
 
 class RecoverMessages(bootsteps.StartStopStep):
@@ -54,6 +58,8 @@ class RecoverMessages(bootsteps.StartStopStep):
         """
         channel = parent.task_consumer.channel
         self._lists.clear()  # of another connection
+        if is_kombus(channel) and hasattr(channel, _IN_POLL):
+            read_each_reply(channel)
         if not can_tag(channel):
             return
         if settings_of(self._app).recovery:
@@ -140,6 +146,20 @@ class RecoverMessages(bootsteps.StartStopStep):
         room = rooms.get(self._consumer)
         if room is not None:
             room.dispatch_soon(lambda request: lease_of(request.message.delivery_tag) == lease)
+
+
+def read_each_reply(channel: Any) -> None:
+    """Have a channel read the reply to its open BRPOP, even if its prefetch is used up by then.
+
+    The prefetch is lowered as a waiting message goes to the pool. A message that comes after that
+    answers the BRPOP: unread, it would be in no list and not noted until a body ends, and a kill
+    would lose it. So the channel may have one message more than its prefetch.
+    Source: kombu.transport.redis: MultiChannelPoller.on_readable asks `can_consume`, of which
+    celery.worker.consumer.tasks makes one of its own for `worker_disable_prefetch`.
+    """
+    qos = channel.qos
+    may_ask = qos.can_consume
+    qos.can_consume = lambda: may_ask() or bool(getattr(channel, _IN_POLL))
 
 
 def can_tag(channel: Any) -> bool:
