@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,14 +13,18 @@ from typing import Any
 
 import pytest
 from celery import Celery, bootsteps
+from celery.app.task import Context
 from celery.contrib.testing.worker import start_worker
+from celery.exceptions import Ignore, SoftTimeLimitExceeded
 from redis import Redis, ResponseError
 
 from celery_redlock import LockedTask
 from celery_redlock.lock.platform.clock import Platform, SystemClock
 from celery_redlock.signals import MessagesRecoveredEvent, messages_recovered
-from celery_redlock.tasks.per_app import redlock_of
-from celery_redlock.tasks.recovery.keeper import Keeper, keepers, still_owned
+from celery_redlock.tasks.delivery.delivery import HEADER, Deferral, Delivery, LockHeader
+from celery_redlock.tasks.execution.outcomes import put_back_if_early, wait_for_first_delivery
+from celery_redlock.tasks.per_app import redlock_of, time_of_nodes
+from celery_redlock.tasks.recovery.keeper import Keeper, MovedAwayError, keepers, still_owned
 from celery_redlock.tasks.recovery.ledger import Ledger, decoded
 from celery_redlock.tasks.recovery.observer import BEAT_INTERVAL, LENGTH, PROOF, QUIET, TRUST
 from celery_redlock.tasks.recovery.step import RecoverMessages
@@ -129,6 +134,51 @@ def test_a_new_connection_of_the_consumer_resigns_the_lease_of_the_one_before(
     eventually(lambda: client.llen("celery"))
     eventually(lambda: client.zrange(ledger.leases, 0, -1) == [keeper.lease])
     assert not still_owned(tag)
+
+
+def test_a_child_asks_for_no_worker_lease(keeper: Keeper) -> None:
+    """It would do so over a connection of its parent's, and has no beat."""
+    keeper.join()
+    pid = os.fork()
+    if not pid:
+        os._exit(len(keepers))
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert keeper.lease in keepers
+
+
+@pytest.mark.parametrize("acks_late", [True, False])
+def test_a_run_whose_message_was_moved_publishes_no_second_copy(
+    keeper: Keeper, ledger: Ledger, nodes: Nodes, acks_late: bool
+) -> None:
+    """With early acknowledgement nobody has moved what a run has: it is the run's alone."""
+    app = Celery("shop", broker="memory://", set_as_default=False)
+    app.conf.redlock_nodes = [node.url for node in nodes]
+
+    @app.task(base=LockedTask, lock_key="k", name="late", acks_late=acks_late)
+    def late() -> None: ...
+
+    keeper.join()
+    lost, tag = keeper.lease, keeper.tag("celery")
+    take_for_dead(ledger, lost)
+    see_another(keeper, lost)
+    header = LockHeader(id="1", deferral=Deferral(at=time_of_nodes(app), countdown=3600.0))
+    own = f"moved {acks_late}"  # the queues of memory:// are those of the process
+    sent = {
+        "id": "1", "task": "late", "args": (), "kwargs": {}, "retries": 0,
+        "properties": {"delivery_tag": tag}, HEADER: header.to_message(),
+        "delivery_info": {"exchange": "", "routing_key": own},
+    }  # fmt: skip
+    for put_back in (
+        lambda: put_back_if_early(Delivery(late, Context(sent)), 0.0),
+        lambda: wait_for_first_delivery(Delivery(late, Context(sent)), SoftTimeLimitExceeded()),
+    ):
+        with pytest.raises(Ignore) as ended:
+            put_back()
+        assert isinstance(ended.value, MovedAwayError) == acks_late
+    with app.connection_for_read() as connection, connection.SimpleQueue(own) as queue:
+        assert queue.qsize() == (0 if acks_late else 2)
+    redlock_of(app).close()
+    app.close()
 
 
 def test_a_worker_whose_moves_fail_begins_anew_all_the_same(

@@ -15,6 +15,7 @@ import pytest
 from kombu import Connection, Exchange
 from redis import BusyLoadingError, Redis
 
+from celery_redlock.lock.model.keys import waiting_key
 from celery_redlock.tasks.delivery.republish import MOVES
 from celery_redlock.tasks.recovery.observer import LENGTH
 from celery_redlock.tasks.recovery.step import can_tag
@@ -27,6 +28,7 @@ from tests.workers import ForkedWorker
 WAITING = 5
 LONG = 1000.0  # s: a message with this countdown stays with the worker that takes it
 NEWS, FAN = Exchange("classic-news", "topic"), Exchange("everybody", "fanout")
+WAITS_FOR_K = waiting_key("redlock", "k:k")
 LEASES, DEAD = "{redlock}:worker_leases:unacked", "{redlock}:worker_leases_dead:unacked"
 
 
@@ -349,6 +351,30 @@ def test_a_woken_worker_gives_nothing_back_that_was_moved(stage: Stage) -> None:
         assert {tag.partition(":")[0] for tag in moved.values()} == {own}
     assert [result.get(timeout=120) for result in waiting] == [0] * WAITING
     see_each_once(stage, {result.id for result in waiting}, second.pid)
+
+
+@pytest.mark.parametrize("pool", pools("threads", every=("threads", "gevent")))
+def test_a_woken_run_that_waits_in_its_slot_gives_nothing_back_that_was_moved(
+    make_stage: MakeStage, nodes: Nodes, broker: EmbeddedNode, pool: str
+) -> None:
+    """It has been here for so long that it would go back to its queue, and not stay."""
+    stage = make_stage(nodes, broker, broker_transport_options={"visibility_timeout": 40})
+    first = stage.worker("w1", pool=pool, concurrency=1)
+    with stage.tasks.late.lock_for("k", wait=60):
+        result = stage.tasks.late.apply_async(("k",), lock={"wait": 2 * LENGTH})
+        eventually(lambda: len(unacked(broker)) == 1)
+        eventually(lambda: all(node.client().zcard(WAITS_FOR_K) for node in nodes))
+        stage.app.control.cancel_consumer("celery", destination=stage.see_listening("w1"))
+        eventually(lambda: "Canceling queue celery" in first.output())
+        freeze(first)
+        second = stage.worker("w2", pool="threads", concurrency=2)
+        see_moved(second, 1)
+        wake(first)
+        eventually(lambda: "is with another worker" in first.output())
+        assert "deferred" not in first.output()
+    assert result.get(timeout=120) == 0
+    see_all_over(stage)
+    see_each_once(stage, {result.id}, second.pid)
 
 
 def test_a_worker_that_is_frozen_for_less_than_the_proof_keeps_what_it_has(stage: Stage) -> None:

@@ -254,6 +254,8 @@ def is_moment(value: object) -> bool:
 
 
 ARGUMENTS = "_redlock_arguments"  # the name on the request of the arguments as they came
+# the name on the request of a run that goes on in another delivery, so that its claim stays
+CONTINUES = "_redlock_continues"
 # properties of a delivery, never of a message: it has a header called "headers"; when it came; when
 # a release was announced that dispatched it; and whether its worker has a waiting room for it
 NESTED, RECEIVED = "redlock_nested", "redlock_received"

@@ -32,6 +32,7 @@ from celery_redlock.lock.transport.command import read_number
 from celery_redlock.tasks.declaration import config_of, dumped
 from celery_redlock.tasks.delivery.delivery import (
     CLOCKS_DIFFER,
+    CONTINUES,
     Deferral,
     Delivery,
     LockHeader,
@@ -51,6 +52,7 @@ from celery_redlock.tasks.execution.deferral import (
     with_history,
 )
 from celery_redlock.tasks.per_app import redlock_of, settings_of, time_of_nodes
+from celery_redlock.tasks.recovery.keeper import leave_if_moved
 from celery_redlock.tasks.reporting import StateReporter
 from celery_redlock.tasks.settings.app import CELERY_PREFIX
 from celery_redlock.tasks.settings.task_config import TaskCall
@@ -58,9 +60,6 @@ from celery_redlock.tasks.waiting.queues import QueueKey
 from celery_redlock.tasks.waiting.room import WaitingRoom, rooms
 
 logger = logging.getLogger(__name__)
-
-# the name on the request of a run that goes on in another delivery, so that its claim stays
-CONTINUES = "_redlock_continues"
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 10.0  # s: between tries to republish a message in its slot
 LATER_MARKED = 1.0  # s: for which a run may go on after its result is stored
@@ -147,12 +146,14 @@ def defer(delivery: Delivery, refusal: Refusal, deferral: Deferral) -> NoReturn:
     release would reach it. Not if it has been here for long, for the broker would deliver it anew;
     nor with quorum queues: Celery cannot raise the prefetch, so it would keep out others.
     """
+    leave_if_moved(delivery)  # first: DEFERRED could be stored over the state of another delivery
     app, came, stays = delivery.task.app, delivery.received_at, False
     if delivery.acks_late and delivery.has_room and came is not None:
         is_new = clock.now() - came < settings_of(app).countdown_cap / 2
         stays = is_new and not has_quorum_queues(app)
     header = report(delivery, refusal, deferral, delivery.reporter, stays=stays)
     if not stays:
+        leave_if_moved(delivery)
         republish(delivery, header, header.deferral.countdown, at_head=delivery.has_room)
     delivery.request.__dict__[CONTINUES] = True
     signals.lock_deferred.send(delivery.task, event=header.deferral.event())
@@ -236,6 +237,7 @@ def wait_for_first_delivery(delivery: Delivery, refusal: Exception) -> NoReturn:
         of, why = refusal.resource, describe_refusal(refusal)
         wait = replace(wait, resource=of, resources=(of,), is_taken=False, why=why)
     header = delivery.header.waiting_for_first_delivery(delivery.request, wait)
+    leave_if_moved(delivery)
     republish(delivery, header, countdown)
     delivery.request.__dict__[CONTINUES] = True
     raise Ignore("runs already")
@@ -350,6 +352,7 @@ def put_back_if_early(delivery: Delivery, wait_in_slot: float) -> None:
     countdown = whole_seconds(hop_of(left, settings_of(app).countdown_cap))
     # counted from now on: a clock that was set back would have it go round until that time is over
     waits = replace(deferral, at=now, countdown=left)
+    leave_if_moved(delivery)
     republish(delivery, replace(header, deferral=waits), countdown)
     delivery.request.__dict__[CONTINUES] = True
     extra = delivery.log_extra("run_not_due", due_in=left)

@@ -32,13 +32,13 @@ from celery_redlock.tasks.arguments import Arrivals
 from celery_redlock.tasks.body import MonitoredBody
 from celery_redlock.tasks.children.reaper import is_end_announced, this_process
 from celery_redlock.tasks.declaration import check_finished, config_of, dumped, refuse_aio_pool
-from celery_redlock.tasks.delivery.delivery import HEADER, Delivery
+from celery_redlock.tasks.delivery.delivery import CONTINUES, HEADER, Delivery
 from celery_redlock.tasks.delivery.republish import NotRepublishedError
 from celery_redlock.tasks.delivery.route import queue_of_call
 from celery_redlock.tasks.execution import outcomes
 from celery_redlock.tasks.execution.deferral import Refusal
 from celery_redlock.tasks.per_app import redlock_as_set, redlock_of, time_of_nodes
-from celery_redlock.tasks.recovery.keeper import MovedAwayError, refused
+from celery_redlock.tasks.recovery.keeper import leave, refused
 from celery_redlock.tasks.settings.options import TaskLockOptions
 from celery_redlock.tasks.settings.task_config import CallKeys, TaskCall
 from celery_redlock.tasks.unique.claim import ClaimToken, end_claim
@@ -92,10 +92,9 @@ class LockedRun:
         """
         delivery = self.delivery
         if refused and delivery.delivery_tag in refused:
-            delivery.request.__dict__[outcomes.CONTINUES] = True
-            raise MovedAwayError("is with another worker")
+            leave(delivery)
         if delivery.is_for_another_queue:  # a copy of a deferred message
-            delivery.request.__dict__[outcomes.CONTINUES] = True
+            delivery.request.__dict__[CONTINUES] = True
             extra = delivery.log_extra("copy_astray")
             logger.debug("%s is for another queue", delivery, extra=extra)
             raise Ignore("for another queue")
@@ -427,7 +426,7 @@ def end_run(task: Any, retval: Any, state: str | None, error: BaseException | No
         return  # released already, and no claim to end
     delivery = Delivery(task, request) if run is None else run.delivery
     is_gone = not delivery.acks_late  # its message
-    goes_on = state == celery_states.RETRY or outcomes.CONTINUES in request.__dict__
+    goes_on = state == celery_states.RETRY or CONTINUES in request.__dict__
     if error is None or error is request.__dict__.get(OUTER_ERROR):
         completed = is_completed(state, retval)
     else:

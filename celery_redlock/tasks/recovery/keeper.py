@@ -12,7 +12,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from celery.exceptions import Ignore
 from redis import ConnectionError as RedisConnectionError
@@ -22,6 +22,8 @@ from redis.exceptions import NoPermissionError
 
 from celery_redlock import anchors, signals
 from celery_redlock.lock.platform.clock import Platform
+from celery_redlock.lock.platform.forks import reset_in_children
+from celery_redlock.tasks.delivery.delivery import CONTINUES, Delivery
 from celery_redlock.tasks.recovery.ledger import Ledger, Moved
 from celery_redlock.tasks.recovery.observer import BEAT_INTERVAL, TRUST, Observer
 from celery_redlock.tasks.recovery.tags import new_lease
@@ -364,6 +366,7 @@ class MovedAwayError(Ignore):
 
 # of this process, by worker lease: also by those that it had before, of which nothing is begun
 keepers: dict[str, Keeper] = {}
+reset_in_children(keepers.clear)  # a child has no beat and no connection of its own
 # requests of a pool in this process that came too late to their thread or greenlet, by delivery tag
 refused: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 
@@ -373,3 +376,19 @@ def still_owned(delivery_tag: object) -> bool:
     lease = str(delivery_tag).partition(":")[0]  # asked three times a message: nothing more is read
     keeper = keepers.get(lease)
     return keeper is None or keeper.owns(lease)
+
+
+def leave_if_moved(delivery: Delivery) -> None:
+    """End a run without its lock that another worker has: a second copy would be one too many.
+
+    With early acknowledgement it is this worker's alone by now. A child of a pool has no worker
+    lease to ask for, so it does not know.
+    """
+    if delivery.acks_late and not still_owned(delivery.delivery_tag):
+        leave(delivery)
+
+
+def leave(delivery: Delivery) -> NoReturn:
+    """End a run whose message is with another worker, and tell nobody of it."""
+    delivery.request.__dict__[CONTINUES] = True
+    raise MovedAwayError("is with another worker")
