@@ -150,7 +150,7 @@ MOST_WALKS = 3  # a busy machine lets threads come between
 # Modules of fewer than 60 lines. Each new one is a subject that no other file has.
 SHORT = {
     *("anchors.py", "django.py", "lock/transport/credentials.py"),
-    "tasks/recovery/observer.py",
+    *("tasks/recovery/observer.py", "tasks/recovery/tries.py"),
 }
 # Names that two classes, or two public functions or constants have. No new one: a reader who looks
 # for a name finds one thing.
@@ -170,7 +170,7 @@ OF_OTHERS = {"lock/lock.py", "tasks/wrapping.py"}
 # They decide, and no clock, thread, socket or log decides with them.
 PURE = [
     *("lock.model.*", "tasks.settings.*", "tasks.waiting.queues", "tasks.execution.deferral"),
-    *("tasks.recovery.observer", "tasks.recovery.tags"),
+    *("tasks.recovery.observer", "tasks.recovery.tags", "tasks.recovery.tries"),
 ]
 IMPURE = {"time", "threading", "socket", "select", "logging"}
 BANNED = {"utils", "helpers", "manager", "base", "common", "misc"}

@@ -27,11 +27,13 @@ from celery_redlock.tasks.delivery.delivery import CONTINUES, Delivery
 from celery_redlock.tasks.recovery.ledger import Ledger, Moved
 from celery_redlock.tasks.recovery.observer import BEAT_INTERVAL, TRUST, Observer
 from celery_redlock.tasks.recovery.tags import new_lease
+from celery_redlock.tasks.recovery.tries import Tries
 
 logger = logging.getLogger(__name__)
 
 NEVER = float("-inf")
 RIGHTS = "rights"  # what the log says is missing: once, however it is found
+JOIN = "join"  # what is tried again, beside the moves of worker leases
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,9 @@ class _Own:
 
     lease: str
     answered: float
+
+
+NONE = _Own("", NEVER)  # before it has joined, and while the broker refuses that
 
 
 class Keeper:
@@ -63,7 +68,8 @@ class Keeper:
         self._on_moved_away = on_moved_away
         self._asked: Ledger | None = None  # of who asks whether the lease lives
         self._mutex = platform.new_mutex()  # of `_own`, which two threads replace; without I/O
-        self._own = _Own("", NEVER)
+        self._own = NONE
+        self._tries = Tries()
         self._numbers = itertools.count()
         self._observer = Observer()
         self._timer = platform.deadline_timer()
@@ -81,32 +87,48 @@ class Keeper:
 
     @property
     def lease(self) -> str:
-        """The name of the worker lease; "" before it has joined."""
+        """The name of the worker lease; "" before it has joined, or if it has to join anew."""
         return self._own.lease
 
     def join(self) -> None:
-        """Take a new worker lease, and resign the one before; raises redis-py's errors."""
-        before, self._asked = self._asked, self._connect()
-        lease, sent = self._join(self._asked)
+        """Take a new worker lease, and resign the one before; raises redis-py's errors.
+
+        Without an answer the worker has none: nothing would move what the connection before has
+        brought, if that lease went on. The thread joins as soon as the broker takes it.
+        """
+        ledger, own = self._connect(), NONE
+        try:
+            own = self._join(ledger)
+        except Exception as error:
+            self._tries.refused(JOIN, self._clock.now())
+            if isinstance(error, ResponseError):
+                self._told.add(("", _kind_of(error)))  # the caller tells
+            raise
+        finally:
+            self._replace(ledger, own)
+
+    def _replace(self, asked: Ledger, own: _Own) -> None:
+        before, self._asked = self._asked, asked
         with self._mutex:
-            resigned, self._own = self._own, _Own(lease, sent)
+            resigned, self._own = self._own, own
+            self._joins += 1
         if before is not None:
             before.close()
         if resigned.lease:
             self._left[resigned.lease] = None
-        self._joins += 1
         if not self._is_running:
             self._platform.start_thread(self._run)
             self._is_running = True
         self._timer.wake()
 
-    def _join(self, ledger: Ledger) -> tuple[str, float]:
-        lease, sent = new_lease(), self._clock.now()
-        ledger.beat(lease, joins_as=self._name)
-        keepers[lease] = self
-        extra = {"event": "worker_lease_joined", "lease": lease}
-        logger.debug("the worker lease of %s is %s", self._name, lease, extra=extra)
-        return lease, sent
+    def _join(self, ledger: Ledger) -> _Own:
+        own = _Own(new_lease(), self._clock.now())
+        ledger.beat(own.lease, joins_as=self._name)
+        self._tries.done(JOIN)
+        keepers[own.lease] = self
+        extra = {"event": "worker_lease_joined", "lease": own.lease}
+        logger.debug("the worker lease of %s is %s", self._name, own.lease, extra=extra)
+        return own
 
     def tag(self, name: str) -> str:
         """Return the delivery tag of the next message; "" without a worker lease.
@@ -156,13 +178,13 @@ class Keeper:
         """Resign, as the worker has ended: what it has not given back is moved by another one."""
         with self._mutex:
             self._is_ended = True
-            own, self._own = self._own, _Own("", NEVER)
+            own, self._own = self._own, NONE
         self._timer.wake()
         asked = self._asked
-        if own.lease and asked is not None:
+        if asked is not None:
             try:
                 left = list(self._left)
-                for lease in (own.lease, *left):
+                for lease in filter(None, (own.lease, *left)):
                     asked.declare_dead(lease, claims=False)
                 for lease in left:  # nobody looks for what was noted after the others were moved
                     self._move(asked, lease, "was this worker's")
@@ -204,6 +226,10 @@ class Keeper:
         The beat is first: if the broker refuses a move, this worker is alive all the same.
         """
         own = self._own
+        if not own.lease:
+            self._begin_anew(ledger, "")
+            self._move_what_is_left(ledger)
+            return
         if own.lease == self._given_up:
             ledger.declare_dead(own.lease)
         sent = self._clock.now()
@@ -228,7 +254,7 @@ class Keeper:
         A worker that was taken for dead may wake, note a message under a worker lease that has been
         forgotten, and be killed before its next beat. The worker that starts in its place finds it.
         """
-        if self._has_begun:
+        if self._has_begun or not self.lease:
             return
         self._has_begun = True
         try:
@@ -241,19 +267,32 @@ class Keeper:
             raise
 
     def _begin_anew(self, ledger: Ledger, lost: str) -> None:
-        """Join anew: others took this worker for dead. Move what they have not moved yet."""
-        if self._is_ended or self._own.lease != lost:
+        """Join anew: others took this worker for dead, or, if lost is "", its join was refused.
+
+        What others have not moved yet is moved then. A worker whose join is refused has no lease.
+        """
+        joins, now = self._joins, self._clock.now()
+        if self._is_ended or self._own.lease != lost or not self._tries.may_try(JOIN, now):
             return
-        lease, sent = self._join(ledger)
+        try:
+            own = self._join(ledger)
+        except ResponseError as error:
+            self._tries.refused(JOIN, now)
+            self._tell_of_error(error)
+            own = NONE
         with self._mutex:
-            is_wanted = not self._is_ended and self._own.lease == lost
+            is_wanted = not self._is_ended and (self._joins, self._own.lease) == (joins, lost)
             if is_wanted:
-                self._own = _Own(lease, sent)
+                self._own = own
         if not is_wanted:  # it has ended, or its consumer has joined: of this one there is nothing
-            keepers.pop(lease, None)
-            ledger.declare_dead(lease, claims=False)
-            return
-        self._left[lost] = None
+            keepers.pop(own.lease, None)
+            if own.lease:
+                ledger.declare_dead(own.lease, claims=False)
+        elif lost:
+            self._left[lost] = None
+            self._tell_of_loss(lost)
+
+    def _tell_of_loss(self, lost: str) -> None:
         self._was_dead += 1
         extra = {"event": "worker_lease_lost", "lease": lost, "times": self._was_dead}
         logger.warning(
@@ -283,15 +322,14 @@ class Keeper:
 
     def _beat_between(self, ledger: Ledger) -> None:
         own, now = self._own, self._clock.now()
-        if now - own.answered <= BEAT_INTERVAL or own.lease == self._given_up:
+        if now - own.answered <= BEAT_INTERVAL or own.lease in ("", self._given_up):
             return
         if ledger.beat(own.lease).is_alive:
             self._confirm(own.lease, now)
 
     def _tell_of_error(self, error: BaseException) -> None:
         if isinstance(error, ResponseError):
-            kind = RIGHTS if isinstance(error, NoPermissionError) else str(error)
-            if self._tell_of_refusal(str(error), kind):
+            if self._tell_of_refusal(str(error), _kind_of(error)):
                 return
         extra = {"event": "worker_lease_unsure", "lease": self.lease}
         logger.debug("no beat of %s: %r", self.lease, error, extra=extra)
@@ -355,6 +393,10 @@ class Keeper:
         with self._mutex:
             self._is_sending = bool(self._records)
             return self._is_sending
+
+
+def _kind_of(error: BaseException) -> str:
+    return RIGHTS if isinstance(error, NoPermissionError) else str(error)
 
 
 class MovedAwayError(Ignore):

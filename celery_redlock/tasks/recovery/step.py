@@ -67,11 +67,11 @@ class RecoverMessages(bootsteps.StartStopStep):
         channel.basic_consume = self._tagging(channel, channel.basic_consume)
 
     def _join(self, parent: Any) -> None:
-        keeper = self._keeper or Keeper(
+        self._keeper = self._keeper or Keeper(
             self._platform, self._connect, str(parent.hostname), parent, self._forget_waiting
         )
         try:
-            keeper.join()
+            self._keeper.join()
         except ResponseError as error:
             if not self._has_warned:
                 self._has_warned = True
@@ -80,8 +80,6 @@ class RecoverMessages(bootsteps.StartStopStep):
                     "alone: the broker refuses what a worker lease needs (%s)",
                     error, extra={"event": "worker_lease_refused"},
                 )  # fmt: skip
-            return
-        self._keeper = keeper
 
     def _connect(self) -> Ledger:
         connection = self._consumer.connection or self._app.connection_for_read()

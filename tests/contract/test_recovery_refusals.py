@@ -1,0 +1,97 @@
+"""What a broker refuses of worker leases for a while, and messages that cannot be moved."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from redis import Redis, ResponseError
+
+from celery_redlock.tasks.recovery.keeper import Keeper, still_owned
+from celery_redlock.tasks.recovery.ledger import Ledger
+from celery_redlock.tasks.recovery.tags import DeliveryTag, new_lease
+from celery_redlock.testing import EmbeddedNode
+from tests.conftest import eventually
+from tests.contract.test_recovery_keeper import keeper_of, note, see_another, see_beats
+
+
+@pytest.fixture
+def keeper(broker: EmbeddedNode, ledger: Ledger) -> Iterator[Keeper]:
+    """Give the keeper of a worker; that of no other worker is there to prove anything."""
+    made = keeper_of("w1@host", broker)
+    yield made
+    made.end()
+
+
+@contextmanager
+def refusing(client: Redis, command: str) -> Iterator[None]:
+    """Let a broker refuse a command for a while."""
+    client.acl_setuser("default", enabled=True, nopass=True, commands=[f"-{command}"])
+    try:
+        yield
+    finally:
+        client.acl_setuser("default", enabled=True, nopass=True, commands=["+@all"])
+
+
+def test_a_join_that_is_refused_gives_up_the_lease_of_the_connection_before(
+    keeper: Keeper, ledger: Ledger, client: Redis
+) -> None:
+    """What lies under it is moved, and the worker has a lease again once the broker takes one."""
+    keeper.join()
+    before, tag = keeper.lease, keeper.tag("celery")
+    note(ledger, tag)
+    with refusing(client, "eval"):
+        with pytest.raises(ResponseError):
+            keeper.join()
+        assert keeper.lease == ""
+        assert not still_owned(tag)
+    eventually(lambda: client.llen("celery"))
+    after = see_another(keeper, "")
+    assert after != before
+    assert still_owned(keeper.tag("celery"))
+    eventually(lambda: client.zrange(ledger.leases, 0, -1) == [after])
+    see_beats(client, ledger, after)
+
+
+def test_a_first_join_that_is_refused_is_tried_again(
+    keeper: Keeper, ledger: Ledger, client: Redis
+) -> None:
+    """And what each worker does once is done after it."""
+    lost = new_lease()
+    note(ledger, tag := str(DeliveryTag(lost, 0, "celery")))
+    client.zadd(ledger.index, {tag: 1})
+    with refusing(client, "eval"), pytest.raises(ResponseError):
+        keeper.join()
+    see_beats(client, ledger, see_another(keeper, ""))
+    eventually(lambda: client.llen("celery"))
+
+
+def test_a_worker_that_may_not_begin_anew_has_no_lease(
+    keeper: Keeper, broker: EmbeddedNode, ledger: Ledger, client: Redis
+) -> None:
+    """Its new messages are not tagged with the one that is dead."""
+    keeper.join()
+    before = keeper.lease
+    client.set(f"{ledger.names}:kept", "x")
+    client.rename(ledger.names, "names")
+    client.rename(f"{ledger.names}:kept", ledger.names)  # a join writes there
+    ledger.declare_dead(before, claims=False)
+    eventually(lambda: keeper.lease == "")
+    client.rename("names", ledger.names)
+    see_beats(client, ledger, see_another(keeper, ""))
+
+
+def test_a_refused_join_leaves_no_connection_open(
+    keeper: Keeper, ledger: Ledger, client: Redis
+) -> None:
+    def connections() -> int:
+        return len([one for one in client.client_list() if one["cmd"] == "eval"])
+
+    keeper.join()
+    see_beats(client, ledger, keeper.lease, 1)
+    for _ in range(5):
+        with refusing(client, "eval"), pytest.raises(ResponseError):
+            keeper.join()
+    see_beats(client, ledger, see_another(keeper, ""))
+    eventually(lambda: connections() <= 3)  # of who asks, of the thread, and of this test
