@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -10,10 +11,11 @@ from redis import Redis, ResponseError
 
 from celery_redlock.tasks.recovery.keeper import Keeper, still_owned
 from celery_redlock.tasks.recovery.ledger import Ledger
-from celery_redlock.tasks.recovery.tags import DeliveryTag, new_lease
+from celery_redlock.tasks.recovery.tags import MOST_MOVES, MOVES, DeliveryTag, new_lease
 from celery_redlock.testing import EmbeddedNode
 from tests.conftest import eventually
-from tests.contract.test_recovery_keeper import keeper_of, note, see_another, see_beats
+from tests.contract.test_recovery_keeper import keeper_of, lose, note, see_another, see_beats
+from tests.contract.worker_leases import declare_dead
 
 
 @pytest.fixture
@@ -32,6 +34,14 @@ def refusing(client: Redis, command: str) -> Iterator[None]:
         yield
     finally:
         client.acl_setuser("default", enabled=True, nopass=True, commands=["+@all"])
+
+
+def entry(moves: int) -> str:
+    return json.dumps([{"body": "", "headers": {}, "properties": {MOVES: moves}}, "", "celery"])
+
+
+def moves_in(client: Redis, name: str = "celery") -> list[int]:
+    return [json.loads(text)["properties"][MOVES] for text in client.lrange(name, 0, -1)]
 
 
 def test_a_join_that_is_refused_gives_up_the_lease_of_the_connection_before(
@@ -95,3 +105,33 @@ def test_a_refused_join_leaves_no_connection_open(
             keeper.join()
     see_beats(client, ledger, see_another(keeper, ""))
     eventually(lambda: connections() <= 3)  # of who asks, of the thread, and of this test
+
+
+def test_only_what_a_death_moves_is_counted(keeper: Keeper, ledger: Ledger, client: Redis) -> None:
+    """Not what waits in a worker that lives on over a new connection."""
+    for moves in (0, MOST_MOVES):
+        keeper.join()
+        client.hset(ledger.unacked, keeper.tag("celery"), entry(moves))
+        keeper.join()
+        eventually(lambda: client.llen("celery"))
+        assert moves_in(client) == [moves]
+        client.delete("celery")
+    lose(ledger)
+    eventually(lambda: client.llen("celery"))
+    assert moves_in(client) == [1]
+
+
+def test_what_a_worker_that_ends_has_noted_late_is_not_counted(
+    keeper: Keeper, ledger: Ledger, client: Redis
+) -> None:
+    keeper.join()
+    before, tag = keeper.lease, keeper.tag("celery")
+    declare_dead(ledger, before)
+    ledger.move_all(before)
+    see_another(keeper, before)
+    eventually(lambda: not client.exists(ledger.dead))
+    client.hset(ledger.unacked, tag, entry(3))
+    assert not still_owned(tag)
+    keeper.end()
+    eventually(lambda: client.llen("celery"))
+    assert moves_in(client) == [3]

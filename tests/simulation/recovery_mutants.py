@@ -107,8 +107,8 @@ def trusted_for_longer_than_the_proof() -> Iterator[None]:
 def the_tag_is_kept() -> Iterator[None]:
     """A moved message keeps its delivery tag: its first owner's end hits the second's entry."""
 
-    def with_its_tag(entry: str) -> str | None:
-        made = moved(entry)
+    def with_its_tag(entry: str, **options: Any) -> str | None:
+        made = moved(entry, **options)
         if made is None:
             return None
         again = json.loads(made)
@@ -140,9 +140,9 @@ def forgotten_before_the_move() -> Iterator[None]:
     """A dead worker lease is forgotten first: if the mover dies, nobody goes on."""
     move_all = Ledger.move_all
 
-    def forget_first(self: Ledger, lease: str, between: Any = tuple) -> Any:
+    def forget_first(self: Ledger, lease: str, *args: Any, **options: Any) -> Any:
         self.forget(lease)
-        return move_all(self, lease, between)
+        return move_all(self, lease, *args, **options)
 
     with patched(Ledger, move_all=forget_first):
         yield
@@ -153,8 +153,8 @@ def forgotten_though_refused() -> Iterator[None]:
     """A dead worker lease is forgotten though the broker has not taken all of its messages."""
     move_all = Ledger.move_all
 
-    def forget(self: Ledger, lease: str, between: Any = tuple) -> Any:
-        done = move_all(self, lease, between)
+    def forget(self: Ledger, lease: str, *args: Any, **options: Any) -> Any:
+        done = move_all(self, lease, *args, **options)
         self.forget(lease)
         return done
 

@@ -69,7 +69,7 @@ _OF_PUBLISHERS = frozenset({
     *inspect.signature(Producer.publish).parameters, "event_dispatcher", "exchange_type", "message",
     "name", "producer", "queue",
 })  # fmt: skip
-MOVES = "redlock_moves"  # property of a message: how often in a row it was moved by a recovery
+MOVES = "redlock_moves"  # property of a message: how many workers in a row died with it
 _OWN = "redlock_"  # what a worker notes of a delivery, for its own processes
 
 

@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 NEVER = float("-inf")
 RIGHTS = "rights"  # what the log says is missing: once, however it is found
+OWN = "was this worker's"  # why its messages are moved: no death, so it is not counted
 JOIN = "join"  # what is tried again, beside the moves of worker leases
 
 
@@ -187,7 +188,7 @@ class Keeper:
                 for lease in filter(None, (own.lease, *left)):
                     asked.declare_dead(lease, claims=False)
                 for lease in left:  # nobody looks for what was noted after the others were moved
-                    self._move(asked, lease, "was this worker's")
+                    self._move(asked, lease, OWN)
             except Exception as error:  # others will prove it
                 extra = {"event": "worker_lease_left", "lease": own.lease}
                 logger.debug("cannot resign %s: %r", own.lease, error, extra=extra)
@@ -308,7 +309,7 @@ class Keeper:
             is_moved = False
             try:
                 ledger.declare_dead(lease)
-                is_moved = not self._move(ledger, lease, "was this worker's").refused
+                is_moved = not self._move(ledger, lease, OWN).refused
             finally:
                 if not is_moved:
                     self._left[lease] = None
@@ -316,7 +317,8 @@ class Keeper:
 
     def _move(self, ledger: Ledger, lease: str, why: str) -> Moved:
         name = ledger.name_of(lease) or "a worker"
-        done = ledger.move_all(lease, lambda: self._beat_between(ledger))
+        between, is_counted = lambda: self._beat_between(ledger), why != OWN
+        done = ledger.move_all(lease, between, is_counted=is_counted)
         self._tell(name, lease, why, done)
         return done
 
@@ -328,9 +330,9 @@ class Keeper:
             self._confirm(own.lease, now)
 
     def _tell_of_error(self, error: BaseException) -> None:
-        if isinstance(error, ResponseError):
-            if self._tell_of_refusal(str(error), _kind_of(error)):
-                return
+        is_refusal = isinstance(error, ResponseError)
+        if is_refusal and self._tell_of_refusal(str(error), _kind_of(error)):
+            return
         extra = {"event": "worker_lease_unsure", "lease": self.lease}
         logger.debug("no beat of %s: %r", self.lease, error, extra=extra)
 

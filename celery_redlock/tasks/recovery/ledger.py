@@ -178,18 +178,20 @@ class Ledger:
                 return True
         return False
 
-    def move_all(self, lease: str, between: Callable[[], object] = tuple) -> Moved:
+    def move_all(
+        self, lease: str, between: Callable[[], object] = tuple, *, is_counted: bool = True
+    ) -> Moved:
         """Move the messages of a dead worker lease to the heads of their lists, in their order.
 
         Any number of workers may do it at once, and one may die within: a delivery tag is there
         once, so each message is moved once. The oldest goes last, and so to the very head. between:
-        is called after each round trip.
+        is called after each round trip. is_counted: its worker has died with them.
         """
         entries = self.entries(f"{lease}:*", between)
         found = [(DeliveryTag.of(tag), entry) for tag, entry in entries]
         tagged = [(tag, entry) for tag, entry in found if tag is not None]
         tagged.sort(key=lambda one: one[0].number, reverse=True)
-        made = ((str(tag), tag.list, _moved_or_none(entry)) for tag, entry in tagged)
+        made = ((str(tag), tag.list, _moved_or_none(entry, is_counted)) for tag, entry in tagged)
         done = self.move(made, lease, between)
         done.kept += len(found) - len(tagged)
         if not done.refused:
@@ -274,9 +276,9 @@ def _is_denied(reply: object) -> bool:
     )
 
 
-def _moved_or_none(entry: str) -> str | None:
+def _moved_or_none(entry: str, is_counted: bool = True) -> str | None:
     try:
-        return moved(entry)
+        return moved(entry, is_counted=is_counted)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):  # not kombu's
         return None
 

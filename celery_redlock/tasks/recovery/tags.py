@@ -81,18 +81,18 @@ def may_be_moved(task: Any, carried: Mapping[str, Any], queue: str) -> bool:
         return False
 
 
-def moved(entry: str, *, anew: bool = False) -> str | None:
+def moved(entry: str, *, anew: bool = False, is_counted: bool = True) -> str | None:
     """Return a message as it goes back to its list, with a new tag; None: it was moved too often.
 
     entry: JSON, what kombu has noted of a message that is not acknowledged. anew: an operator moves
-    it, and its moves are counted from then on. The message counts its moves, and its second
-    delivery is flagged as one. Source: kombu.transport.redis: QoS.append notes it,
-    Channel._do_restore_message flags it. Raises ValueError, LookupError, TypeError or
-    AttributeError if it is not kombu's.
+    it, and its moves are counted from then on. is_counted: its worker has died with it. The message
+    counts such moves, and its second delivery is flagged as one. Source: kombu.transport.redis:
+    QoS.append notes it, Channel._do_restore_message flags it. Raises ValueError, LookupError,
+    TypeError or AttributeError if it is not kombu's.
     """
     raw = json.loads(entry)[0]
     properties = raw["properties"]
-    moves = 0 if anew else moves_of(properties) + 1
+    moves = 0 if anew else moves_of(properties) + is_counted
     if moves > MOST_MOVES:
         return None
     properties.update({"delivery_tag": str(uuid4()), MOVES: moves})
