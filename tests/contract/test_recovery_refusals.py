@@ -9,11 +9,12 @@ from contextlib import contextmanager
 import pytest
 from redis import Redis, ResponseError
 
+from celery_redlock.signals import MessagesRecoveredEvent, messages_recovered
 from celery_redlock.tasks.recovery.keeper import Keeper, still_owned
 from celery_redlock.tasks.recovery.ledger import Ledger
 from celery_redlock.tasks.recovery.tags import MOST_MOVES, MOVES, DeliveryTag, new_lease
 from celery_redlock.testing import EmbeddedNode
-from tests.conftest import eventually
+from tests.conftest import eventually, receiving
 from tests.contract.test_recovery_keeper import keeper_of, lose, note, see_another, see_beats
 from tests.contract.worker_leases import declare_dead
 
@@ -135,3 +136,41 @@ def test_what_a_worker_that_ends_has_noted_late_is_not_counted(
     keeper.end()
     eventually(lambda: client.llen("celery"))
     assert moves_in(client) == [3]
+
+
+def test_a_move_that_is_refused_stops_no_proof(
+    keeper: Keeper, ledger: Ledger, client: Redis
+) -> None:
+    """The moves of two dead worker leases fail again and again; another worker is silent."""
+    silent, heard = new_lease(), []
+    with receiving(messages_recovered, lambda _, event: heard.append(event)):
+        client.set(ledger.unacked, "by another program")
+        for number in range(2):
+            declare_dead(ledger, new_lease(), f"w{number}@other", claims=False)
+        ledger.beat(silent, joins_as="w3@host")
+        keeper.join()
+        eventually(lambda: client.zscore(ledger.dead, silent))
+        client.delete(ledger.unacked)
+        note(ledger, str(DeliveryTag(silent, 0, "celery")))
+        eventually(lambda: not client.exists(ledger.dead))
+    assert heard == [MessagesRecoveredEvent("w3@host", 1)]
+
+
+def test_the_name_of_a_list_may_be_no_utf8(
+    keeper: Keeper, broker: EmbeddedNode, ledger: Ledger
+) -> None:
+    """It is moved there, byte by byte, and so is that of a lease that is recalled."""
+    raw = Redis(port=broker.port)
+    for is_forgotten in (False, True):
+        lost = new_lease()
+        tag = f"{lost}:0:caf".encode() + b"\xe9"
+        raw.hset(ledger.unacked, tag, entry(0))
+        raw.zadd(ledger.index, {tag: 1})
+        if is_forgotten:
+            ledger.recall()
+        else:
+            declare_dead(ledger, lost, claims=False)
+        assert ledger.move_all(lost).messages == 1
+        assert raw.llen(b"caf\xe9") == 1
+        assert not raw.exists(ledger.dead, ledger.unacked, ledger.index)
+        raw.delete(b"caf\xe9")

@@ -387,11 +387,11 @@ class Client:
         try:
             question = self._ask(words, waits, about)
         except redis.RedisError:
-            self.broker.world.witness.failed(self.worker)
+            self.broker.world.witness.failed(self.worker, words)
             raise
         reply = question.answers[0]
         if isinstance(reply, Exception):
-            self.broker.world.witness.failed(self.worker)
+            self.broker.world.witness.failed(self.worker, words)
             raise reply
         self.broker.world.witness.answered(question)
         return reply
@@ -418,17 +418,17 @@ class Client:
         texts = [text_of(word) for word in words]
         return self.ask("EVAL", script, texts[:count], texts[count:])
 
-    def hget(self, key: str, field: str) -> Any:
+    def hget(self, key: str, field: bytes) -> Any:
         """Return a field of a hash."""
-        return self.ask("HGET", key, field)
+        return self.ask("HGET", key, text_of(field))
 
-    def hscan(self, key: str, cursor: Any, match: str, count: int) -> tuple[Any, dict[str, str]]:
+    def hscan(self, key: str, cursor: Any, match: bytes, count: int) -> tuple[Any, dict[str, str]]:
         """Return what is there all the time, and some of what comes or goes meanwhile.
 
         cursor: 0 for the first page. The first of the reply is that of the next one, 0 at the end.
         """
         seen: set[str] = cursor or set()
-        page = self.ask("HSCAN", key, match.removesuffix("*"), seen)
+        page = self.ask("HSCAN", key, text_of(match).removesuffix("*"), seen)
         return (seen if page else 0), dict(page)
 
     def zscan(
@@ -456,14 +456,14 @@ class Pipeline:
     def __exit__(self, *error: object) -> None:
         """Forget what was not executed."""
 
-    def zrem(self, key: str, member: str) -> Pipeline:
+    def zrem(self, key: str, member: bytes) -> Pipeline:
         """Take a member out of a sorted set."""
-        self._commands.append(("ZREM", key, member))
+        self._commands.append(("ZREM", key, text_of(member)))
         return self
 
-    def hdel(self, key: str, field: str) -> Pipeline:
+    def hdel(self, key: str, field: bytes) -> Pipeline:
         """Take a field out of a hash."""
-        self._commands.append(("HDEL", key, field))
+        self._commands.append(("HDEL", key, text_of(field)))
         return self
 
     def execute(self) -> Any:

@@ -231,9 +231,9 @@ class Witness:
         """Return since when a worker has looked without a gap, and its last look's two moments."""
         return self._looks.get(worker, (math.inf, -math.inf, 0.0))
 
-    def failed(self, worker: Worker) -> None:
-        """See that a command of the keeper's thread had no answer."""
-        if running() in worker.threads:
+    def failed(self, worker: Worker, words: tuple[Any, ...]) -> None:
+        """See that a beat of the keeper's thread had no answer."""
+        if running() in worker.threads and words[:2] == ("EVAL", BEAT_SCRIPT):
             self._looks.pop(worker, None)
 
     def begins(self, worker: Worker, one: Delivery) -> None:

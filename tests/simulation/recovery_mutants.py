@@ -251,8 +251,7 @@ def one_try_for_its_own() -> Iterator[None]:
     def move_what_is_left(self: Keeper, ledger: Ledger) -> None:
         for lease in list(self._left):
             del self._left[lease]
-            ledger.declare_dead(lease)
-            self._move(ledger, lease, "was this worker's")
+            self._move(ledger, lease, "was this worker's", "")
 
     with patched(Keeper, _move_what_is_left=move_what_is_left):
         yield

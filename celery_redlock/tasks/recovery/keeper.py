@@ -24,7 +24,7 @@ from celery_redlock import anchors, signals
 from celery_redlock.lock.platform.clock import Platform
 from celery_redlock.lock.platform.forks import reset_in_children
 from celery_redlock.tasks.delivery.delivery import CONTINUES, Delivery
-from celery_redlock.tasks.recovery.ledger import Ledger, Moved
+from celery_redlock.tasks.recovery.ledger import Beat, Ledger, Moved
 from celery_redlock.tasks.recovery.observer import BEAT_INTERVAL, TRUST, Observer
 from celery_redlock.tasks.recovery.tags import new_lease
 from celery_redlock.tasks.recovery.tries import Tries
@@ -32,6 +32,7 @@ from celery_redlock.tasks.recovery.tries import Tries
 logger = logging.getLogger(__name__)
 
 NEVER = float("-inf")
+AWAY = (RedisConnectionError, RedisTimeoutError)
 RIGHTS = "rights"  # what the log says is missing: once, however it is found
 OWN = "was this worker's"  # why its messages are moved: no death, so it is not counted
 JOIN = "join"  # what is tried again, beside the moves of worker leases
@@ -212,8 +213,6 @@ class Keeper:
                 self._look(ledger)
                 self._begin(ledger)
             except BaseException as error:  # SystemExit of a receiver, too: this thread must go on
-                # the broker is away, for example: every other worker gets the whole time anew
-                self._observer.forget()
                 self._tell_of_error(error)
             self._timer.begin_pass(self._clock.now())
             if not self._is_ended:
@@ -226,15 +225,9 @@ class Keeper:
 
         The beat is first: if the broker refuses a move, this worker is alive all the same.
         """
-        own = self._own
-        if not own.lease:
-            self._begin_anew(ledger, "")
-            self._move_what_is_left(ledger)
-            return
-        if own.lease == self._given_up:
-            ledger.declare_dead(own.lease)
-        sent = self._clock.now()
-        beat = ledger.beat(own.lease, claims=True)
+        own, sent, beat = self._own, self._clock.now(), Beat(False)
+        if own.lease not in ("", self._given_up):
+            beat = self._beat(ledger, own.lease, claims=True)
         if not beat.is_alive:
             self._begin_anew(ledger, own.lease)
             self._move_what_is_left(ledger)
@@ -244,10 +237,16 @@ class Keeper:
         dead = self._observer.look(sent, self._clock.now(), others)
         self._move_what_is_left(ledger)
         for lease, score in dead.items():
-            if ledger.declare_dead(lease, score):
-                self._move(ledger, lease, "does not beat")
+            self._move(ledger, lease, "does not beat", score)
         if beat.claimed:
             self._move(ledger, beat.claimed, "is dead")
+
+    def _beat(self, ledger: Ledger, lease: str, *, claims: bool = False) -> Beat:
+        try:
+            return ledger.beat(lease, claims=claims)
+        except BaseException:  # the broker is away, say: all others get the whole time anew
+            self._observer.forget()
+            raise
 
     def _begin(self, ledger: Ledger) -> None:
         """Do once what each worker does after its start: it may mend what earlier ones have left.
@@ -263,7 +262,7 @@ class Keeper:
                 self._tell_of_refusal(f"its user lacks {' '.join(missing)}")
             else:
                 ledger.recall(lambda: self._beat_between(ledger))
-        except (RedisConnectionError, RedisTimeoutError):
+        except AWAY:
             self._has_begun = False
             raise
 
@@ -273,6 +272,7 @@ class Keeper:
         What others have not moved yet is moved then. A worker whose join is refused has no lease.
         """
         joins, now = self._joins, self._clock.now()
+        self._observer.forget()
         if self._is_ended or self._own.lease != lost or not self._tries.may_try(JOIN, now):
             return
         try:
@@ -305,17 +305,43 @@ class Keeper:
     def _move_what_is_left(self, ledger: Ledger) -> None:
         """Move the messages of the worker leases that it had: nobody here acknowledges them."""
         for lease in list(self._left):
+            if not self._tries.may_try(lease, self._clock.now()):
+                continue
             del self._left[lease]  # first: of what is noted from here on nothing may be found
             is_moved = False
             try:
-                ledger.declare_dead(lease)
-                is_moved = not self._move(ledger, lease, OWN).refused
+                is_moved = self._move(ledger, lease, OWN, "")
             finally:
                 if not is_moved:
                     self._left[lease] = None
             self._on_moved_away(lease)
 
-    def _move(self, ledger: Ledger, lease: str, why: str) -> Moved:
+    def _move(self, ledger: Ledger, lease: str, why: str, beat: str | None = None) -> bool:
+        """Move the messages of a dead worker lease; return whether there is none to try again.
+
+        beat: it is declared dead first, if that is what it wrote last; "": whatever it wrote. What
+        is wrong with one worker lease stops the moves of no other one; a lost connection stops all
+        until the next beat.
+        """
+        if not self._tries.may_try(lease, self._clock.now()):
+            return False
+        try:
+            if beat is not None and not ledger.declare_dead(lease, beat) and why != OWN:
+                return True  # it has beaten
+            done = self._move_all(ledger, lease, why)
+        except Exception as error:
+            self._tries.refused(lease, self._clock.now())
+            if isinstance(error, AWAY):
+                raise
+            self._tell_of_error(error)
+            return False
+        if done.refused:
+            self._tries.refused(lease, self._clock.now())
+        else:
+            self._tries.done(lease)
+        return not done.refused
+
+    def _move_all(self, ledger: Ledger, lease: str, why: str) -> Moved:
         name = ledger.name_of(lease) or "a worker"
         between, is_counted = lambda: self._beat_between(ledger), why != OWN
         done = ledger.move_all(lease, between, is_counted=is_counted)
@@ -326,7 +352,7 @@ class Keeper:
         own, now = self._own, self._clock.now()
         if now - own.answered <= BEAT_INTERVAL or own.lease in ("", self._given_up):
             return
-        if ledger.beat(own.lease).is_alive:
+        if self._beat(ledger, own.lease).is_alive:
             self._confirm(own.lease, now)
 
     def _tell_of_error(self, error: BaseException) -> None:

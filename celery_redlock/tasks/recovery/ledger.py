@@ -92,7 +92,7 @@ class Ledger:
         )
 
     def _eval(self, script: bytes, keys: tuple[str, ...], *args: object) -> Any:
-        return self.client.eval(script, len(keys), *keys, *args)
+        return self.client.eval(script, len(keys), *map(encoded, (*keys, *args)))
 
     def beat(self, lease: str, *, joins_as: str = "", claims: bool = False) -> Beat:
         """Say that a worker lease lives. joins_as: the worker's name, for the first time.
@@ -119,12 +119,12 @@ class Ledger:
     def forget(self, lease: str) -> None:
         """Strike a dead worker lease out, as nothing of it is left to move."""
         with self.client.pipeline() as pipe:
-            pipe.zrem(self.dead, lease).hdel(self.names, lease).execute()
+            pipe.zrem(self.dead, encoded(lease)).hdel(self.names, encoded(lease)).execute()
 
     def name_of(self, lease: str) -> str:
         """Return the name of the worker of a lease, "" if it is not known."""
-        name = self.client.hget(self.names, lease)
-        return "" if name is None else decoded(name)
+        name = self.client.hget(self.names, encoded(lease))
+        return "" if name is None else encoded(name).decode(errors="replace")
 
     def entries(
         self, match: str = "*", between: Callable[[], object] = tuple
@@ -133,9 +133,9 @@ class Ledger:
 
         between: is called after each round trip.
         """
-        cursor: Any = None
+        cursor, pattern = None, encoded(match)
         while cursor != 0:
-            cursor, found = self.client.hscan(self.unacked, cursor or 0, match, SCANNED)
+            cursor, found = self.client.hscan(self.unacked, cursor or 0, pattern, SCANNED)
             between()
             for tag, entry in found.items():
                 yield decoded(tag), decoded(entry)
@@ -172,7 +172,7 @@ class Ledger:
 
     def _has_to_move(self, tags: Iterable[str], between: Callable[[], object]) -> bool:
         for tag in tags:
-            entry = self.client.hget(self.unacked, tag)
+            entry = self.client.hget(self.unacked, encoded(tag))
             between()
             if entry is not None and _moved_or_none(decoded(entry)) is not None:
                 return True
@@ -187,8 +187,8 @@ class Ledger:
         once, so each message is moved once. The oldest goes last, and so to the very head. between:
         is called after each round trip. is_counted: its worker has died with them.
         """
-        entries = self.entries(f"{lease}:*", between)
-        found = [(DeliveryTag.of(tag), entry) for tag, entry in entries]
+        entries = dict(self.entries(f"{lease}:*", between))  # a scan may have some of them twice
+        found = [(DeliveryTag.of(tag), entry) for tag, entry in entries.items()]
         tagged = [(tag, entry) for tag, entry in found if tag is not None]
         tagged.sort(key=lambda one: one[0].number, reverse=True)
         made = ((str(tag), tag.list, _moved_or_none(entry, is_counted)) for tag, entry in tagged)
@@ -286,6 +286,11 @@ def _moved_or_none(entry: str, is_counted: bool = True) -> str | None:
 def decoded(reply: bytes | str) -> str:
     """Return a reply as a text that goes back as the same bytes, as a key has to."""
     return reply.decode(errors="surrogateescape") if isinstance(reply, bytes) else reply
+
+
+def encoded(word: Any) -> Any:
+    """Return a text as the bytes that it was read from: the name of a list may be no UTF-8."""
+    return word.encode(errors="surrogateescape") if isinstance(word, str) else word
 
 
 def is_kombus(channel: Any) -> bool:

@@ -22,6 +22,7 @@ from celery_redlock.tasks.recovery.ledger import (
     TIME_LIMITS,
     Ledger,
     decoded,
+    encoded,
     is_kombus,
 )
 from celery_redlock.tasks.recovery.observer import BEAT_INTERVAL, LENGTH, PROOF, QUIET, Observer
@@ -164,7 +165,7 @@ class Survey:
         for some in _chunks(tags):
             with self.ledger.client.pipeline(transaction=False) as pipe:
                 for tag in some:
-                    pipe.zscore(self.ledger.index, tag)
+                    pipe.zscore(self.ledger.index, encoded(tag))
                 scores = pipe.execute()
             found |= {tag: score for tag, score in zip(some, scores, strict=True) if score}
         return found
