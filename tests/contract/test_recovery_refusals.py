@@ -174,3 +174,35 @@ def test_the_name_of_a_list_may_be_no_utf8(
         assert raw.llen(b"caf\xe9") == 1
         assert not raw.exists(ledger.dead, ledger.unacked, ledger.index)
         raw.delete(b"caf\xe9")
+
+
+def test_messages_that_are_kept_are_told_of_once(
+    keeper: Keeper, ledger: Ledger, client: Redis, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Though others of the same worker are tried again and again; and again if there are more."""
+    heard: list[MessagesRecoveredEvent] = []
+    client.set("odd", "by another program")
+    lost = new_lease()
+    client.hset(ledger.unacked, str(DeliveryTag(lost, 0, "celery")), entry(MOST_MOVES))
+    client.hset(ledger.unacked, str(DeliveryTag(lost, 1, "odd")), entry(0))
+    declare_dead(ledger, lost, "w2@host", claims=False)
+    with receiving(messages_recovered, lambda _, event: heard.append(event)):
+        keeper.join()
+        eventually(lambda: heard)
+        see_claims(client, ledger, lost)
+        client.hset(ledger.unacked, str(DeliveryTag(lost, 2, "celery")), entry(MOST_MOVES))
+        eventually(lambda: len(heard) > 1)
+        client.delete("odd")
+        eventually(lambda: not client.exists(ledger.dead))
+        eventually(lambda: len(heard) > 2)
+    kept = [MessagesRecoveredEvent("w2@host", 0, 1)] * 2
+    assert heard == [*kept, MessagesRecoveredEvent("w2@host", 1)]
+    told = [one for one in caplog.records if one.__dict__.get("event") == "messages_kept"]
+    assert [one.__dict__["messages"] for one in told] == [1, 2]
+
+
+def see_claims(client: Redis, ledger: Ledger, lease: str, count: int = 4) -> None:
+    """See that a dead worker lease is claimed again and again."""
+    for _ in range(count):
+        last = client.zscore(ledger.dead, lease)
+        eventually(lambda last=last: client.zscore(ledger.dead, lease) > last)

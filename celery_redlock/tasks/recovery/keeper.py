@@ -80,6 +80,7 @@ class Keeper:
         self._left: dict[str, None] = {}
         self._given_up = ""  # of which a message was dropped although it may not be moved yet
         self._told: set[tuple[str, str]] = set()  # what the log has said of messages that stay
+        self._kept: dict[str, int] = {}  # how many it has said stay, by worker lease
         self._records: deque[signals.MessagesRecoveredEvent] = deque()  # to be sent
         self._is_sending = False
         self._is_running = False
@@ -381,7 +382,10 @@ class Keeper:
                 "moved %d messages of %s back to their queues: its worker lease %s",
                 done.messages, name, why, extra={**extra, "messages": done.messages},
             )  # fmt: skip
-        if done.kept:
+        more_kept = max(0, done.kept - self._kept.get(lease, 0))
+        if done.kept:  # by lease: a lease that has refused messages as well is tried again
+            self._kept[lease] = done.kept
+        if more_kept:
             logger.error(
                 "left %d messages of %s unacknowledged: they were moved too often in a row, so "
                 "their bodies may be what ends workers. They come back after the visibility "
@@ -389,8 +393,8 @@ class Keeper:
                 done.kept, name, anchors.MESSAGES_STAY,
                 extra={**extra, "event": "messages_kept", "messages": done.kept},
             )  # fmt: skip
-        if done.messages or done.kept:
-            self._records.append(signals.MessagesRecoveredEvent(name, done.messages, done.kept))
+        if done.messages or more_kept:
+            self._records.append(signals.MessagesRecoveredEvent(name, done.messages, more_kept))
             self._send_soon()
         if done.refused and (lease, done.refused) not in self._told:
             self._told.add((lease, done.refused))
