@@ -25,7 +25,7 @@ PACKAGE = Path(celery_redlock.__file__).parent
 PAGE = (PACKAGE.parent / "docs" / "reference" / "log-messages.md").read_text(encoding="utf-8")
 AT_DEBUG = {
     "copy_astray", "queue_unknown", "run_not_due",
-    "worker_lease_joined", "worker_lease_left", "worker_lease_unsure",
+    "worker_lease_joined", "worker_lease_left", "worker_lease_unsure", "messages_untold",
 }  # fmt: skip
 BY_FUNCTION = {"lint", "left_open", "nodes_answer"}  # their whole line is "%s"
 OF_OTHERS = (  # words of redis-py, the system and RabbitMQ, and how each SettingsError begins

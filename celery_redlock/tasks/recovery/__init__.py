@@ -12,6 +12,7 @@ Read `step.py` first, the consumer's step: it joins, tags what comes, and drops 
 - `observer.py`: how an observer proves by its own clock that a worker lease is dead.
 - `ledger.py`: the worker leases on the broker, by the scripts in `lua/`.
 - `tries.py`: when what the broker has refused is tried again.
+- `notices.py`: what the log and the signal tell of it.
 - `keeper.py`: the thread that beats, observes and moves, and the question whether the lease lives.
 
 Not here: messages whose run may hold no lock, and plain tasks. They come back after the broker's

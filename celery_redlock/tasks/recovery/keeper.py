@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import logging
 import weakref
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -18,13 +17,12 @@ from celery.exceptions import Ignore
 from redis import ConnectionError as RedisConnectionError
 from redis import ResponseError
 from redis import TimeoutError as RedisTimeoutError
-from redis.exceptions import NoPermissionError
 
-from celery_redlock import anchors, signals
 from celery_redlock.lock.platform.clock import Platform
 from celery_redlock.lock.platform.forks import reset_in_children
 from celery_redlock.tasks.delivery.delivery import CONTINUES, Delivery
 from celery_redlock.tasks.recovery.ledger import Beat, Ledger, Moved
+from celery_redlock.tasks.recovery.notices import Notices
 from celery_redlock.tasks.recovery.observer import BEAT_INTERVAL, TRUST, Observer
 from celery_redlock.tasks.recovery.tags import new_lease
 from celery_redlock.tasks.recovery.tries import Tries
@@ -33,7 +31,6 @@ logger = logging.getLogger(__name__)
 
 NEVER = float("-inf")
 AWAY = (RedisConnectionError, RedisTimeoutError)
-RIGHTS = "rights"  # what the log says is missing: once, however it is found
 OWN = "was this worker's"  # why its messages are moved: no death, so it is not counted
 JOIN = "join"  # what is tried again, beside the moves of worker leases
 
@@ -66,7 +63,8 @@ class Keeper:
         on_moved_away: Callable[[str], object],
     ) -> None:
         self._clock, self._platform = platform.clock, platform
-        self._connect, self._name, self._sender = connect, name, sender
+        self._connect, self._name = connect, name
+        self._notices = Notices(platform, sender)
         self._on_moved_away = on_moved_away
         self._asked: Ledger | None = None  # of who asks whether the lease lives
         self._mutex = platform.new_mutex()  # of `_own`, which two threads replace; without I/O
@@ -79,10 +77,6 @@ class Keeper:
         # worker leases that it had, and of which there may be messages left
         self._left: dict[str, None] = {}
         self._given_up = ""  # of which a message was dropped although it may not be moved yet
-        self._told: set[tuple[str, str]] = set()  # what the log has said of messages that stay
-        self._kept: dict[str, int] = {}  # how many it has said stay, by worker lease
-        self._records: deque[signals.MessagesRecoveredEvent] = deque()  # to be sent
-        self._is_sending = False
         self._is_running = False
         self._has_begun = False  # it has done what each worker does once
         self._is_ended = False
@@ -96,21 +90,24 @@ class Keeper:
     def join(self) -> None:
         """Take a new worker lease, and resign the one before; raises redis-py's errors.
 
-        Without an answer the worker has none: nothing would move what the connection before has
-        brought, if that lease went on. The thread joins as soon as the broker takes it.
+        If it is refused the worker has none until its thread has joined: nothing would move what
+        the connection before has brought, if that lease went on.
         """
-        ledger, own = self._connect(), NONE
+        ledger = self._connect()
+        self._tries.clear()  # the broker may be another one
         try:
             own = self._join(ledger)
-        except Exception as error:
+        except ResponseError as error:
             self._tries.refused(JOIN, self._clock.now())
-            if isinstance(error, ResponseError):
-                self._told.add(("", _kind_of(error)))  # the caller tells
+            self._notices.is_news(error)  # no more: the caller tells
+            self._take_over(ledger, NONE)
             raise
-        finally:
-            self._replace(ledger, own)
+        except BaseException:
+            ledger.close()
+            raise
+        self._take_over(ledger, own)
 
-    def _replace(self, asked: Ledger, own: _Own) -> None:
+    def _take_over(self, asked: Ledger, own: _Own) -> None:
         before, self._asked = self._asked, asked
         with self._mutex:
             resigned, self._own = self._own, own
@@ -182,6 +179,7 @@ class Keeper:
         with self._mutex:
             self._is_ended = True
             own, self._own = self._own, NONE
+        self._notices.end()
         self._timer.wake()
         asked = self._asked
         if asked is not None:
@@ -214,7 +212,7 @@ class Keeper:
                 self._look(ledger)
                 self._begin(ledger)
             except BaseException as error:  # SystemExit of a receiver, too: this thread must go on
-                self._tell_of_error(error)
+                self._notices.tell_of_error(self.lease, error)
             self._timer.begin_pass(self._clock.now())
             if not self._is_ended:
                 self._timer.sleep(max(0.05, begun + BEAT_INTERVAL - self._clock.now()))
@@ -260,7 +258,7 @@ class Keeper:
         self._has_begun = True
         try:
             if missing := ledger.missing_rights():
-                self._tell_of_refusal(f"its user lacks {' '.join(missing)}")
+                self._notices.tell_of_rights(self.lease, " ".join(missing))
             else:
                 ledger.recall(lambda: self._beat_between(ledger))
         except AWAY:
@@ -280,7 +278,7 @@ class Keeper:
             own = self._join(ledger)
         except ResponseError as error:
             self._tries.refused(JOIN, now)
-            self._tell_of_error(error)
+            self._notices.tell_of_error(self.lease, error)
             own = NONE
         with self._mutex:
             is_wanted = not self._is_ended and (self._joins, self._own.lease) == (joins, lost)
@@ -334,7 +332,7 @@ class Keeper:
             self._tries.refused(lease, self._clock.now())
             if isinstance(error, AWAY):
                 raise
-            self._tell_of_error(error)
+            self._notices.tell_of_error(self.lease, error)
             return False
         if done.refused:
             self._tries.refused(lease, self._clock.now())
@@ -346,7 +344,7 @@ class Keeper:
         name = ledger.name_of(lease) or "a worker"
         between, is_counted = lambda: self._beat_between(ledger), why != OWN
         done = ledger.move_all(lease, between, is_counted=is_counted)
-        self._tell(name, lease, why, done)
+        self._notices.tell_of_moves(name, lease, why, done)
         return done
 
     def _beat_between(self, ledger: Ledger) -> None:
@@ -355,80 +353,6 @@ class Keeper:
             return
         if self._beat(ledger, own.lease).is_alive:
             self._confirm(own.lease, now)
-
-    def _tell_of_error(self, error: BaseException) -> None:
-        is_refusal = isinstance(error, ResponseError)
-        if is_refusal and self._tell_of_refusal(str(error), _kind_of(error)):
-            return
-        extra = {"event": "worker_lease_unsure", "lease": self.lease}
-        logger.debug("no beat of %s: %r", self.lease, error, extra=extra)
-
-    def _tell_of_refusal(self, why: str, kind: str = RIGHTS) -> bool:
-        """Tell once of each kind of refusal; return whether this is the first time."""
-        if ("", kind) in self._told:
-            return False
-        self._told.add(("", kind))
-        extra = {"event": "worker_lease_refused", "lease": self.lease}
-        logger.warning(
-            "the broker refuses what a worker lease needs, so the messages of dead workers may "
-            "stay: %s", why, extra=extra,
-        )  # fmt: skip
-        return True
-
-    def _tell(self, name: str, lease: str, why: str, done: Moved) -> None:
-        extra = {"event": "messages_recovered", "lease": lease, "worker": name}
-        if done.messages:
-            logger.warning(
-                "moved %d messages of %s back to their queues: its worker lease %s",
-                done.messages, name, why, extra={**extra, "messages": done.messages},
-            )  # fmt: skip
-        more_kept = max(0, done.kept - self._kept.get(lease, 0))
-        if done.kept:  # by lease: a lease that has refused messages as well is tried again
-            self._kept[lease] = done.kept
-        if more_kept:
-            logger.error(
-                "left %d messages of %s unacknowledged: they were moved too often in a row, so "
-                "their bodies may be what ends workers. They come back after the visibility "
-                "timeout. See %s",
-                done.kept, name, anchors.MESSAGES_STAY,
-                extra={**extra, "event": "messages_kept", "messages": done.kept},
-            )  # fmt: skip
-        if done.messages or more_kept:
-            self._records.append(signals.MessagesRecoveredEvent(name, done.messages, more_kept))
-            self._send_soon()
-        if done.refused and (lease, done.refused) not in self._told:
-            self._told.add((lease, done.refused))
-            logger.error(
-                "the broker does not take back all messages of %s: %s. See %s",
-                name, done.refused.rstrip("."), anchors.MESSAGES_STAY,
-                extra={**extra, "event": "messages_not_taken"},
-            )  # fmt: skip
-
-    def _send_soon(self) -> None:
-        """Send the records, in a thread that ends with them: no beat waits for a receiver."""
-        with self._mutex:
-            if not (self._is_sending or self._is_ended):
-                self._platform.start_thread(self._send)
-                self._is_sending = True
-        if self._is_ended:  # no beat is left to be kept waiting, and the process ends soon
-            self._send()
-
-    def _send(self) -> None:
-        while self._has_records():
-            try:
-                event = self._records.popleft()
-                signals.messages_recovered.send(self._sender, event=event)
-            except BaseException as error:  # SystemExit of a receiver; another thread has sent it
-                self._tell_of_error(error)
-
-    def _has_records(self) -> bool:
-        with self._mutex:
-            self._is_sending = bool(self._records)
-            return self._is_sending
-
-
-def _kind_of(error: BaseException) -> str:
-    return RIGHTS if isinstance(error, NoPermissionError) else str(error)
 
 
 class MovedAwayError(Ignore):

@@ -92,7 +92,7 @@ class Ledger:
         )
 
     def _eval(self, script: bytes, keys: tuple[str, ...], *args: object) -> Any:
-        return self.client.eval(script, len(keys), *map(encoded, (*keys, *args)))
+        return self.client.eval(script, len(keys), *map(bytes_of, (*keys, *args)))
 
     def beat(self, lease: str, *, joins_as: str = "", claims: bool = False) -> Beat:
         """Say that a worker lease lives. joins_as: the worker's name, for the first time.
@@ -119,12 +119,12 @@ class Ledger:
     def forget(self, lease: str) -> None:
         """Strike a dead worker lease out, as nothing of it is left to move."""
         with self.client.pipeline() as pipe:
-            pipe.zrem(self.dead, encoded(lease)).hdel(self.names, encoded(lease)).execute()
+            pipe.zrem(self.dead, bytes_of(lease)).hdel(self.names, bytes_of(lease)).execute()
 
     def name_of(self, lease: str) -> str:
         """Return the name of the worker of a lease, "" if it is not known."""
-        name = self.client.hget(self.names, encoded(lease))
-        return "" if name is None else encoded(name).decode(errors="replace")
+        name = self.client.hget(self.names, bytes_of(lease))
+        return "" if name is None else bytes_of(name).decode(errors="replace")
 
     def entries(
         self, match: str = "*", between: Callable[[], object] = tuple
@@ -133,7 +133,7 @@ class Ledger:
 
         between: is called after each round trip.
         """
-        cursor, pattern = None, encoded(match)
+        cursor, pattern = None, bytes_of(match)
         while cursor != 0:
             cursor, found = self.client.hscan(self.unacked, cursor or 0, pattern, SCANNED)
             between()
@@ -172,7 +172,7 @@ class Ledger:
 
     def _has_to_move(self, tags: Iterable[str], between: Callable[[], object]) -> bool:
         for tag in tags:
-            entry = self.client.hget(self.unacked, encoded(tag))
+            entry = self.client.hget(self.unacked, bytes_of(tag))
             between()
             if entry is not None and _moved_or_none(decoded(entry)) is not None:
                 return True
@@ -288,7 +288,7 @@ def decoded(reply: bytes | str) -> str:
     return reply.decode(errors="surrogateescape") if isinstance(reply, bytes) else reply
 
 
-def encoded(word: Any) -> Any:
+def bytes_of(word: Any) -> Any:
     """Return a text as the bytes that it was read from: the name of a list may be no UTF-8."""
     return word.encode(errors="surrogateescape") if isinstance(word, str) else word
 

@@ -21,8 +21,8 @@ from celery_redlock.tasks.recovery.ledger import (
     SCANNED,
     TIME_LIMITS,
     Ledger,
+    bytes_of,
     decoded,
-    encoded,
     is_kombus,
 )
 from celery_redlock.tasks.recovery.observer import BEAT_INTERVAL, LENGTH, PROOF, QUIET, Observer
@@ -165,7 +165,7 @@ class Survey:
         for some in _chunks(tags):
             with self.ledger.client.pipeline(transaction=False) as pipe:
                 for tag in some:
-                    pipe.zscore(self.ledger.index, encoded(tag))
+                    pipe.zscore(self.ledger.index, bytes_of(tag))
                 scores = pipe.execute()
             found |= {tag: score for tag, score in zip(some, scores, strict=True) if score}
         return found

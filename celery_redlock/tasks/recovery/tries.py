@@ -5,8 +5,8 @@ What is tried has a name. Times are monotonic seconds, which the caller reads.
 
 from __future__ import annotations
 
-FIRST = 1.0  # s: the pause after a first refusal
-LONGEST = 8.0  # s: what was refused for a moment is done soon after
+SHORTEST_PAUSE = 1.0  # s: the pause after a first refusal
+LONGEST_PAUSE = 8.0  # s: what was refused for a moment is done soon after
 FORGOTTEN = 60.0  # s after its pause: what was not tried again is another worker's by now
 
 
@@ -26,8 +26,12 @@ class Tries:
         self._rests = {
             other: rest for other, rest in self._rests.items() if now < rest[1] + FORGOTTEN
         }
-        pause = min(LONGEST, 2 * self._rests.get(name, (FIRST / 2, 0.0))[0])
+        pause = min(LONGEST_PAUSE, 2 * self._rests.get(name, (SHORTEST_PAUSE / 2, 0.0))[0])
         self._rests[name] = pause, now + pause
+
+    def clear(self) -> None:
+        """Let all be tried now."""
+        self._rests = {}
 
     def done(self, name: str) -> None:
         """Take note that something was done, or needs no try any more."""
