@@ -124,7 +124,8 @@ PRIVATE_NAMES_IN_TESTS: dict[str, tuple[str, str]] = {
         "is a fake node, with other faults",
     ),
     "simulation/recovery_mutants.py": (
-        "_clock _confirm _given_up _is_alive _left _move _move_what_is_left _own",
+        "_begin_anew _clock _confirm _given_up _is_alive _left _move _move_what_is_left _own "
+        "_take_over",
         "a mutant replaces a step",
     ),
     "simulation/schedules.py": ("_options", "draws what a worker decides by a message"),

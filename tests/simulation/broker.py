@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import redis
 from lupa.lua51 import LuaRuntime, lua_type
 
+from celery_redlock.tasks.recovery.ledger import BEAT_SCRIPT
 from tests.simulation.network import Path
 from tests.simulation.world import World, running
 
@@ -124,7 +125,7 @@ class Broker:
     """One Redis: what it keeps, its clock, and who waits for a message.
 
     offset: s that its clock is ahead of real time. refusing: lists that take nothing, as another
-    program has written something else there.
+    program has written something else there. no_joins_until: real s until which it refuses joins.
     """
 
     def __init__(self, world: World) -> None:
@@ -133,6 +134,7 @@ class Broker:
         self.down = False
         self.life = 0  # new with each loss of all connections
         self.frozen_until = 0.0  # real s
+        self.no_joins_until = 0.0
         self.refusing: set[str] = set()
         self.hashes: dict[str, dict[str, str]] = {}
         self.sets: dict[str, dict[str, float]] = {}
@@ -236,6 +238,7 @@ class Broker:
         try:
             if verb == "EVAL":
                 script, keys, arguments = words
+                self._look_at_join(script, arguments)
                 reply: Any = engine().run(self, script, keys, arguments)
             elif verb == "MULTI":
                 reply = [self.call(*command) for command in words]
@@ -249,6 +252,10 @@ class Broker:
         if self._blocked:
             self._serve()
         return reply
+
+    def _look_at_join(self, script: bytes, arguments: list[str]) -> None:
+        if script == BEAT_SCRIPT and arguments[1] and self.no_joins_until > self.world.now:
+            raise redis.ResponseError("MISCONF Errors writing to the AOF file")
 
     def _restore(self, tag: str, leftmost: bool) -> int:
         """Give back an entry as kombu's `restore_by_tag` does, in one transaction."""

@@ -157,7 +157,8 @@ class Worker:
         while not self.is_ending:
             try:
                 if self.recovers:
-                    self.keeper.join()
+                    with contextlib.suppress(redis.ResponseError):  # it goes on without a lease
+                        self.keeper.join()
                 self._is_consuming, life = True, self.broker.life
                 while not self.is_ending:
                     self._take_one()
@@ -187,7 +188,7 @@ class Worker:
         raw = json.loads(item)
         properties = raw["properties"]
         if self.recovers:
-            properties["delivery_tag"] = self.keeper.tag(name)
+            self._tag(properties, name)
         tag = properties["delivery_tag"]
         self.pass_io()
         self.before_note()
@@ -200,6 +201,13 @@ class Worker:
         self._client.ask("MULTI", *note, about=one)
         self.books.append(one)
         one.is_known = True
+
+    def _tag(self, properties: dict[str, object], name: str) -> None:
+        tag = self.keeper.tag(name)
+        if not tag and DeliveryTag.of(properties["delivery_tag"]) is not None:
+            tag = str(self.schedule.new_id())
+        if tag:
+            properties["delivery_tag"] = tag
 
     def _forget_all(self) -> None:
         """Forget what has not begun: the connection is lost."""
@@ -372,7 +380,7 @@ class Faults:
             self._kill, self._kill, self._kill, self._stop, self._stop, self._stop, self._stop,
             self._outage, self._freeze, self._jam, self._jam, self._cut, self._set_clock,
             self._set_clock, self._stop_and_set, self._stop_and_set, self._refuse, self._restore,
-            self._end,
+            self._refuse_joins, self._end,
         )  # fmt: skip
         for _ in range(draw.choice((1, 2, 3, 4, 6))):
             world.at(draw.uniform(1, SPAN), draw.choice(kinds))
@@ -460,6 +468,16 @@ class Faults:
             self._schedule.broker.refuse(name)
             self._world.at(until, self._schedule.broker.take_again, name)
             self._schedule.until(until)
+
+    def _refuse_joins(self) -> None:
+        """Let all connections be lost, and no worker join for a while."""
+        schedule, draw = self._schedule, self._draw
+        schedule.broker.no_joins_until = until = self._world.now + self._seconds()
+        self._world.note("no worker may join until %.2f", until)
+        schedule.until(until)
+        if draw.random() < 0.5 and not schedule.broker.down:
+            schedule.broker.stop()
+            self._world.at(self._world.now + draw.uniform(0.1, 1.0), schedule.broker.start)
 
     def _restore(self) -> None:
         """Let kombu give back a message after the visibility timeout."""

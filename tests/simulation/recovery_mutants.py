@@ -119,7 +119,7 @@ def the_tag_is_kept() -> Iterator[None]:
         yield
 
 
-@shortcut("claims_stand", seed=11)
+@shortcut("claims_stand", seed=34)
 def no_claim() -> Iterator[None]:
     """Each worker that beats is given the same dead worker lease."""
     claim = "    redis.call('ZADD', KEYS[2], string.format('%.0f', now), dead[i])\n"
@@ -181,7 +181,7 @@ def the_oldest_first() -> Iterator[None]:
         yield
 
 
-@shortcut("all_back", seed=146)
+@shortcut("all_back", seed=662)
 def given_up_and_kept() -> Iterator[None]:
     """A worker drops what it is unsure of, and beats on: nobody moves it."""
 
@@ -223,6 +223,32 @@ def not_recalled() -> Iterator[None]:
 def recalled_though_it_lives() -> Iterator[None]:
     """A worker that starts puts each worker lease with messages among the dead."""
     with patched_texts(without(RECALL, "redis.call('ZSCORE', KEYS[1], ARGV[i]) or ")):
+        yield
+
+
+@shortcut("all_back", steps="a_reconnect_that_may_not_join")
+def kept_though_refused() -> Iterator[None]:
+    """A worker whose join is refused goes on with the lease of the connection before."""
+    take_over = Keeper._take_over
+
+    def keep(self: Keeper, asked: Ledger, own: Any) -> None:
+        take_over(self, asked, own if own.lease else self._own)
+        self._left.pop(self.lease, None)
+
+    with patched(Keeper, _take_over=keep):
+        yield
+
+
+@shortcut("nothing_stays", steps="a_reconnect_that_may_not_join")
+def joined_once() -> Iterator[None]:
+    """A worker whose join is refused does not try again until its next connection."""
+    begin_anew = Keeper._begin_anew
+
+    def unless_refused(self: Keeper, ledger: Ledger, lost: str) -> None:
+        if lost:
+            begin_anew(self, ledger, lost)
+
+    with patched(Keeper, _begin_anew=unless_refused):
         yield
 
 

@@ -105,6 +105,16 @@ def a_reconnect_as_it_begins_anew(schedule: Recovery) -> None:
     schedule.world.run(schedule.world.now + 4.0, schedule.witness.check)
 
 
+def a_reconnect_that_may_not_join(schedule: Recovery) -> None:
+    """A worker loses its connection with messages, and the broker refuses its join for a while."""
+    workers(schedule, "reconnects", "observer", messages=3)
+    broker, world = schedule.broker, schedule.world
+    broker.stop()
+    broker.no_joins_until = world.now + 4.0
+    world.at(world.now + 0.5, broker.start)
+    schedule.until(broker.no_joins_until)
+
+
 def a_worker_after_a_warm_shutdown(schedule: Recovery) -> None:
     """A worker that has resigned has left messages; the next one starts."""
     (first,) = workers(schedule, "first", messages=3)
