@@ -260,6 +260,18 @@ def test_a_task_is_shown_with_the_worker_that_has_its_message(lost: Lost) -> Non
         assert re.search(f"WHY +{why}\n", command("show", lost.results[state].id).output)
 
 
+def test_a_kept_message_of_a_dead_worker_is_not_said_to_be_back_now(broker: Broker) -> None:
+    """Its worker lease stays among the dead while the broker refuses another message of it."""
+    kept = broker.stage.tasks.late.delay("kept")
+    broker.take(kept, broker.lease("celery@web1", dead=True), ago=600.0, moves=MOST_MOVES)
+    why = in_json("show", kept.id)["task"]["reason"]
+    assert re.fullmatch(
+        "it was moved too often in a row, so its body may be what ends workers: it is back within "
+        "49 min [0-9]+ s",  # no recover --older-than: it moves what has no worker lease
+        why,
+    ), why
+
+
 def recover(*words: str, says: str | None = None) -> Result:
     return command("recover", *words, says=says)
 

@@ -139,10 +139,12 @@ class StrandedView:
                 return (
                     f"{name} is gone for {_silent_for(one)}: its message is back {self._back(one)}"
                 )
-            return f"{name} is dead: its message is back {self._back(one)}"
+            if message.moves < MOST_MOVES:
+                return f"{name} is dead: its message is back {self._back(one)}"
         back = self._after_visibility(message.taken_for)
         if message.moves >= MOST_MOVES:
-            return f"{MOVED_TOO_OFTEN}: it is back {back}, or {BY_HAND}"
+            by_hand = "" if own else f", or {BY_HAND}"
+            return f"{MOVED_TOO_OFTEN}: it is back {back}{by_hand}"
         taken = f"it was taken {format_duration(message.taken_for)} ago, without a worker lease"
         return f"{taken}: if its worker is gone, it is back {back}"
 
