@@ -133,8 +133,7 @@ def test_all_that_a_killed_worker_had_is_back_and_ends(stage: Stage, pool: str) 
     first = stage.worker("w1", pool=pool, concurrency=1 if pool == "solo" else 2)
     with stage.tasks.late.lock_for("k", wait=60):
         waiting = [stage.tasks.late.delay("k") for _ in range(WAITING)]
-        for result in waiting:
-            stage.see_deferred(result)
+        see_waiting(stage, waiting)
         running = stage.tasks.until.delay("running", "go")
         stage.wait_for("begin")
         second = stage.worker("w2", concurrency=2)
@@ -156,8 +155,7 @@ def test_a_fleet_of_one_that_is_started_again_has_all_back(stage: Stage) -> None
     worker = stage.worker("w1", pool="threads", concurrency=2)
     with stage.tasks.late.lock_for("k", wait=60):
         waiting = [stage.tasks.late.delay("k") for _ in range(WAITING)]
-        for result in waiting:
-            stage.see_deferred(result)
+        see_waiting(stage, waiting)
         worker.kill()
         again = stage.worker("w1", pool="threads", concurrency=2)
         see_moved(again, WAITING)
@@ -193,8 +191,7 @@ def test_a_pool_that_grows_and_restarts_has_the_worker_lease_of_before(
     assert "ok" in reply[to[0]]
     with stage.tasks.late.lock_for("k", wait=60):
         waiting = [stage.tasks.late.delay("k") for _ in range(WAITING)]
-        for result in waiting:
-            stage.see_deferred(result)
+        see_waiting(stage, waiting)
         assert leases(broker) == before
         second = stage.worker("w2", concurrency=2)
         first.kill()
@@ -241,14 +238,13 @@ def test_a_worker_notes_what_comes_as_its_only_slot_was_just_taken(
 # frozen
 
 
-@pytest.mark.parametrize("pool", pools("threads", "gevent", every=("threads", "gevent", "prefork")))
+@pytest.mark.parametrize("pool", pools("threads", every=("threads", "gevent", "prefork")))
 def test_a_woken_worker_begins_nothing_that_was_moved(stage: Stage, pool: str) -> None:
     """Neither what waits for its lock, nor what waits for its only slot."""
     first = stage.worker("w1", pool=pool, concurrency=1)
     with stage.tasks.late.lock_for("k", wait=60):
         waiting = [stage.tasks.late.delay("k") for _ in range(WAITING)]
-        for result in waiting:
-            stage.see_deferred(result)
+        see_waiting(stage, waiting)
         stage.tasks.waits.delay("running")
         stage.wait_for("begin")
         slotless = [stage.tasks.late.delay(f"s{number}") for number in range(3)]
@@ -336,8 +332,7 @@ def test_a_woken_worker_gives_nothing_back_that_was_moved(stage: Stage) -> None:
     first = stage.worker("w1", pool="threads", concurrency=2)
     with stage.tasks.late.lock_for("k", wait=60):
         waiting = [stage.tasks.late.delay("k") for _ in range(WAITING)]
-        for result in waiting:
-            stage.see_deferred(result)
+        see_waiting(stage, waiting)
         second = stage.worker("w2", pool="threads", concurrency=2)
         freeze(first)
         see_moved(second, WAITING)
@@ -382,7 +377,7 @@ def test_a_worker_that_is_frozen_for_less_than_the_proof_keeps_what_it_has(stage
     first = stage.worker("w1", pool="threads", concurrency=2)
     with stage.tasks.late.lock_for("k", wait=60):
         result = stage.tasks.late.delay("k")
-        stage.see_deferred(result)
+        see_waiting(stage, [result])
         second = stage.worker("w2", pool="threads", concurrency=2)
         lease, tags = leases(stage.broker)["w1"], tags_by_id(stage.broker)
 
@@ -412,7 +407,7 @@ def test_a_body_that_stops_the_event_loop_is_not_taken_for_a_dead_worker(
     first = stage.worker("w1", pool=pool, concurrency=2)
     with stage.tasks.late.lock_for("k", wait=60):
         waiting = stage.tasks.late.delay("k")
-        stage.see_deferred(waiting)
+        see_waiting(stage, [waiting])
         second = stage.worker("w2", pool="threads", concurrency=2)
         lease, tags = leases(stage.broker)["w1"], tags_by_id(stage.broker)
         # nobody else takes it, for w2 is told of it first
@@ -453,8 +448,7 @@ def test_what_waits_is_back_after_a_restart_of_the_broker(stage: Stage, pool: st
     worker = stage.worker("w1", pool=pool, concurrency=2)
     with stage.tasks.late.lock_for("k", wait=60):
         waiting = [stage.tasks.late.delay("k") for _ in range(WAITING)]
-        for result in waiting:
-            stage.see_deferred(result)
+        see_waiting(stage, waiting)
         before = leases(stage.broker)["w1"]
         stage.broker.kill()
         stage.broker.start()
