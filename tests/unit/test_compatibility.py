@@ -345,7 +345,9 @@ def test_the_list_has_each_private_name_that_the_package_uses_and_no_other_one()
                 names_of_theirs |= names_given(tree)
                 defined_by_them |= defined_in(tree)
     # other versions of theirs have those that are optional
-    names_of_theirs |= {re.split("[.:]", one.path)[-1] for one in LESSER if one.is_optional}
+    of_other_versions = {re.split("[.:]", one.path)[-1] for one in LESSER if one.is_optional}
+    names_of_theirs |= of_other_versions
+    defined_by_them |= of_other_versions
     names, imports = overridden(), set()
     for path in SOURCES:
         if "testing" in path.parts or path.stem == "compatibility":
