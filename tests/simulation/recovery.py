@@ -343,6 +343,8 @@ class Recovery:
                 if not any(one.recovers and one.lives for one in self.workers):
                     self.add()
                 world.run(world.now + SETTLES, self.witness.check)
+                if self.witness.stays():  # of joins whose replies were lost: each takes its time
+                    world.run(world.now + SETTLES, self.witness.check)
                 if self.witness.settled():
                     self.add()  # as what was killed is started again
                     world.run(world.now + RECALLS, self.witness.check)

@@ -244,6 +244,19 @@ class Witness:
         if one.tag in self._moved and worker.recovers:
             self.broken("begun_by_its_owner", f"{worker.name} begins {one.uid}, that was moved")
 
+    def _leases(self) -> set[str]:
+        living = [one for one in self._schedule.workers if not one.dead and not one.is_over]
+        return {worker.keeper.lease for worker in living if worker.recovers}
+
+    def stays(self) -> dict[str, set[str]]:
+        """Return the worker leases that are known and are none of a worker that lives, by key."""
+        broker, leases = self._schedule.broker, self._leases()
+        found = {
+            name: {*(broker.sets.get(name) or broker.hashes.get(name) or {})} - leases
+            for name in (LEASES, DEAD, NAMES)
+        }
+        return found if any(found.values()) else {}
+
     def settled(self) -> list[str]:
         """See that all is back, some time after the last fault. Raises Violation.
 
@@ -264,14 +277,9 @@ class Witness:
                 strays.append(tag)
                 continue
             self.broken("all_back", f"{tag} of {about and about.worker.name} lies there")
-        leases = {worker.keeper.lease for worker in living if worker.recovers}
-        stays = {
-            name: {*(broker.sets.get(name) or broker.hashes.get(name) or {})} - leases
-            for name in (LEASES, DEAD, NAMES)
-        }
-        if any(stays.values()):
+        if stays := self.stays():
             self.broken("nothing_stays", str(stays))
-        if missing := leases - {*broker.sets.get(LEASES, {})}:
+        if missing := self._leases() - {*broker.sets.get(LEASES, {})}:
             self.broken("nothing_stays", f"{missing} are lost")
         self.check()
         self.world.counts["strays"] += len(strays)
