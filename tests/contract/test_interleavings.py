@@ -75,12 +75,12 @@ def for_seconds(
 ) -> None:
     """Do each work again and again for so long, each in a thread of its own.
 
-    enough: where it is not by then, they go on, for a minute at the most.
+    enough: where it is not by then, they go on, for three minutes at the most.
     """
     end = time.monotonic() + seconds
 
     def repeat(work: Callable[[], object]) -> None:
-        while time.monotonic() < end or (not enough() and time.monotonic() < end + 60):
+        while time.monotonic() < end or (not enough() and time.monotonic() < end + 180):
             work()
 
     threads = [threading.Thread(target=repeat, args=(work,)) for work in works]
