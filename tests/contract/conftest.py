@@ -17,13 +17,14 @@ from celery_redlock import Redlock
 from celery_redlock.lock.postgres.address import address_of
 from celery_redlock.lock.transport.address import parse_address
 from celery_redlock.tasks.per_app import redlock_of
+from celery_redlock.tasks.recovery.keeper import Keeper
 from celery_redlock.tasks.recovery.ledger import Ledger
 from celery_redlock.testing import EmbeddedNode
 from tests.conftest import NODE_TIMEOUT, PATIENCE, Nodes, see_quorum
 from tests.contract.postgres_calls import Session, postgres, sessions_on
 from tests.contract.proxy import Proxy, proxies
 from tests.contract.servers import Command
-from tests.contract.worker_leases import open_ledger
+from tests.contract.worker_leases import keeper_of, open_ledger
 from tests.postgres import PostgresNode
 
 T = TypeVar("T")
@@ -159,6 +160,14 @@ def ledger(broker: EmbeddedNode, client: Redis) -> Iterator[Ledger]:
     made = open_ledger(broker.url)
     yield made
     made.close()
+
+
+@pytest.fixture
+def keeper(broker: EmbeddedNode, ledger: Ledger) -> Iterator[Keeper]:
+    """Give the keeper of a worker; that of no other worker is there to prove anything."""
+    made = keeper_of("w1@host", broker)
+    yield made
+    made.end()
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 from collections.abc import Iterator
@@ -31,37 +30,20 @@ from celery_redlock.tasks.recovery.step import RecoverMessages
 from celery_redlock.tasks.recovery.tags import DeliveryTag, new_lease
 from celery_redlock.testing import EmbeddedNode
 from tests.conftest import PATIENCE, Nodes, eventually, paused, receiving
-from tests.contract.worker_leases import declare_dead, open_ledger
-
-NOTED = json.dumps([{"body": "", "headers": {"id": "x"}, "properties": {}}, "", "celery"])
-
-
-@pytest.fixture
-def keeper(broker: EmbeddedNode, ledger: Ledger) -> Iterator[Keeper]:
-    """Give the keeper of a worker; that of no other worker is there to prove anything."""
-    made = keeper_of("w1@host", broker)
-    yield made
-    made.end()
-
-
-def keeper_of(worker: str, broker: EmbeddedNode) -> Keeper:
-    connect = partial(open_ledger, broker.url)
-    return Keeper(Platform(SystemClock()), connect, worker, object(), lambda _: None)
-
-
-def note(ledger: Ledger, tag: str) -> None:
-    ledger.client.hset(ledger.unacked, tag, NOTED)
+from tests.contract.worker_leases import (
+    keeper_of,
+    lose,
+    note,
+    open_ledger,
+    see_another,
+    see_beats,
+)
 
 
 def take_for_dead(ledger: Ledger, lease: str) -> None:
     """Do what other workers do with a lease that is dead, to its end."""
     assert ledger.declare_dead(lease)
     ledger.move_all(lease)
-
-
-def see_another(keeper: Keeper, before: str) -> str:
-    eventually(lambda: keeper.lease not in (before, ""))
-    return keeper.lease
 
 
 def test_a_worker_that_was_taken_for_dead_joins_anew_and_owns_nothing_of_before(
@@ -262,20 +244,6 @@ def test_a_receiver_that_exits_ends_no_keeper(
             keeper.join()
             eventually(lambda number=number: len(heard) > number)
     assert heard == [MessagesRecoveredEvent("w2@host", 1)] * 2
-
-
-def lose(ledger: Ledger, *, number: int = 0) -> str:
-    """Let a worker with one message be dead, and return its lease."""
-    lost = new_lease()
-    note(ledger, str(DeliveryTag(lost, number, "celery")))
-    declare_dead(ledger, lost, "w2@host", claims=False)
-    return lost
-
-
-def see_beats(client: Redis, ledger: Ledger, lease: str, count: int = 3) -> None:
-    for _ in range(count):
-        last = client.zscore(ledger.leases, lease)
-        eventually(lambda last=last: client.zscore(ledger.leases, lease) > last)
 
 
 def test_no_beat_waits_for_a_receiver(keeper: Keeper, ledger: Ledger, client: Redis) -> None:

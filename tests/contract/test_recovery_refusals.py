@@ -15,16 +15,7 @@ from celery_redlock.tasks.recovery.ledger import Ledger
 from celery_redlock.tasks.recovery.tags import MOST_MOVES, MOVES, DeliveryTag, new_lease
 from celery_redlock.testing import EmbeddedNode
 from tests.conftest import eventually, receiving
-from tests.contract.test_recovery_keeper import keeper_of, lose, note, see_another, see_beats
-from tests.contract.worker_leases import declare_dead
-
-
-@pytest.fixture
-def keeper(broker: EmbeddedNode, ledger: Ledger) -> Iterator[Keeper]:
-    """Give the keeper of a worker; that of no other worker is there to prove anything."""
-    made = keeper_of("w1@host", broker)
-    yield made
-    made.end()
+from tests.contract.worker_leases import declare_dead, lose, note, see_another, see_beats
 
 
 @contextmanager
