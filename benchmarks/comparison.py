@@ -29,8 +29,12 @@ from benchmarks.figures import rotations, table
 from celery_redlock import Redlock
 from celery_redlock.testing import EmbeddedNode, WorkerProcess, embedded_nodes
 
-BATCH, ROTATIONS, QUICK_ROTATIONS = 20, 60, 10
-COUNT, QUICK_COUNT, MOMENT = 50, 20, 0.05  # tasks of one key, and s of their bodies
+BATCH = 20
+ROTATIONS = 60
+QUICK_ROTATIONS = 10
+COUNT = 50  # tasks of one key
+QUICK_COUNT = 20
+MOMENT = 0.05  # s: of their bodies
 QUIET = 1.0  # s without a message in a queue or a worker, after which all is over
 LOOK = 0.05  # s
 PATIENCE = 120.0  # s
@@ -213,7 +217,8 @@ class Side:
 
     def await_idle(self, role: str) -> None:
         """Return once no message has been anywhere for a moment."""
-        last, end = time.monotonic(), time.monotonic() + PATIENCE
+        last = time.monotonic()
+        end = time.monotonic() + PATIENCE
         while time.monotonic() - last < QUIET:
             if time.monotonic() > end:
                 said = "\n".join(worker.output()[-2000:] for worker in self.workers.values())
@@ -225,7 +230,8 @@ class Side:
 
 def overlaps(spans: Iterable[Span]) -> int:
     """Return how many runs began while an earlier one had not ended."""
-    count, latest = 0, 0.0
+    count = 0
+    latest = 0.0
     for _, begun, ended in spans:
         count += begun < latest
         latest = max(latest, ended)
@@ -247,7 +253,8 @@ def uncontended(side: Side, count: int) -> Figures:
     plain = Entry(PLAIN, side.tasks[PLAIN], 0, waits=False)
     by_name = {PLAIN: plain, **dict(side.locks())}
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in by_name}
-    queue, number = side.queue("timed"), 0
+    queue = side.queue("timed")
+    number = 0
     with contextlib.ExitStack() as stack:
         side.start(stack, "timed", slots=1)
         for turn, order in enumerate(rotations(by_name, count + 1)):
@@ -291,7 +298,8 @@ def contended(side: Side, count: int) -> Figures:
                 many = count if key == "hot" else 4
                 ids = [entry.send(key, n, MOMENT, side.queue("crowd")) for n in range(many)]
                 side.await_idle("crowd")
-            spans, finished = side.spans(entry.key("hot")), side.count("end", entry.key("hot"))
+            spans = side.spans(entry.key("hot"))
+            finished = side.count("end", entry.key("hot"))
             sent = {task_id for task_id in ids if task_id}
             states = [side.state(task_id) for task_id in sent]
             ended = sum(state == "SUCCESS" for state in states)

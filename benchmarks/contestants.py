@@ -22,11 +22,17 @@ from redis import Redis
 
 from celery_redlock import LockedTask
 
-BROKER, NODES, SINGLE = "BENCHMARK_BROKER", "BENCHMARK_NODES", "BENCHMARK_SINGLE_NODE"
+BROKER = "BENCHMARK_BROKER"
+NODES = "BENCHMARK_NODES"
+SINGLE = "BENCHMARK_SINGLE_NODE"
 TIMEOUT = 4  # s: of each lock; some packages take whole seconds only
-EVENTS, HOLDS, GO, SECONDS = "contest:events", "contest:holds", "contest:go", "contest:seconds"
+EVENTS = "contest:events"
+HOLDS = "contest:holds"
+GO = "contest:go"
+SECONDS = "contest:seconds"
 PATIENCE = 120  # s
-PLAIN, OURS = "plain", "celery_redlock"
+PLAIN = "plain"
+OURS = "celery_redlock"
 
 Body = Callable[..., None]
 _began: list[float] = []  # monotonic s of the bodies that are timed, in this process
@@ -148,7 +154,8 @@ def cookbook(app: Celery, urls: Sequence[str]) -> Any:
 
     @contextlib.contextmanager
     def added(key: str) -> Iterator[bool]:
-        cache, latest = _node(urls[0]), time.monotonic() + TIMEOUT * 0.9
+        cache = _node(urls[0])
+        latest = time.monotonic() + TIMEOUT * 0.9
         is_new = bool(cache.set(f"cookbook:{key}", "1", nx=True, ex=TIMEOUT))
         try:
             yield is_new

@@ -20,11 +20,16 @@ from kombu.asynchronous import get_event_loop
 
 from celery_redlock import LockedTask, Redlock
 
-QUEUE, PLAIN, LOCKED = "counted", "plain", "locked"
-MARK, BEGIN, END = "mark", "begin", "end"
+QUEUE = "counted"
+PLAIN = "plain"
+LOCKED = "locked"
+MARK = "mark"
+BEGIN = "begin"
+END = "end"
 # Under callgrind a process is fifty times as slow, and it waits for its turn: with these times no
 # node is given up, and no lock is renewed.
-PATIENCE, TTL = 600.0, 7200.0  # s
+PATIENCE = 600.0  # s
+TTL = 7200.0  # s
 TURNS = 0  # descriptor of a socket
 DONE = GO = b"."
 UNCOUNTED = 2  # pairs, or tasks, before a part that counts

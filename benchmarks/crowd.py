@@ -25,12 +25,19 @@ from benchmarks.usage import await_workers, calls, log_lines, processor_time
 from celery_redlock import Redlock
 from celery_redlock.testing import EmbeddedNode, WorkerProcess, embedded_nodes
 
-SIZES, QUICK = (50, 200, 2000), (20, 50, 100)  # messages that wait for one key
-APART, QUICK_APART = 500, 100  # messages with a key for each
+# messages that wait for one key
+SIZES = (50, 200, 2000)
+QUICK = (20, 50, 100)
+# messages with a key for each
+APART = 500
+QUICK_APART = 100
 WARM = 20
-QUEUE, TASK = "crowd", "crowded"
+QUEUE = "crowd"
+TASK = "crowded"
 PATIENCE = 600  # s
-AIM, AIM_PUT_AGAIN, AIM_CPU = 1.5, 0.2, 3.0
+AIM = 1.5
+AIM_PUT_AGAIN = 0.2
+AIM_CPU = 3.0
 PICTURE = Path(__file__).parent.parent / "docs" / "pictures" / "crowd.py"
 
 
@@ -90,7 +97,8 @@ class Crowd:
     """Workers, and what so many messages that wait for one key cost them."""
 
     def __init__(self, broker: EmbeddedNode, nodes: Sequence[EmbeddedNode]) -> None:
-        self._broker, self._nodes = broker, nodes
+        self._broker = broker
+        self._nodes = nodes
         self._sender = Celery("sender", broker=broker.url, set_as_current=False)
         self._urls = [node.url for node in nodes]
         with Redlock(self._urls, prefix=QUEUE) as redlock:
@@ -111,7 +119,8 @@ class Crowd:
         """Have so many wait for one key, let them run, and return what each of them cost."""
         self._crowds += 1
         key = f"crowd-{self._crowds}"
-        before, deferred = self._used(), self._deferred()
+        before = self._used()
+        deferred = self._deferred()
         with Redlock(self._urls, prefix=QUEUE) as redlock, redlock.lock(key, wait=PATIENCE):
             for _ in range(count):
                 self._send(key)
@@ -153,7 +162,8 @@ def report(costs: dict[int, Cost], alone: Cost) -> str:
     costs: by the size of the crowd, the smallest first. alone: of an uncontended task.
     """
     sizes = list(costs)
-    few, many = costs[sizes[0]], costs[sizes[-1]]
+    few = costs[sizes[0]]
+    many = costs[sizes[-1]]
     rows = []
     for size, cost in costs.items():
         ratio = cost.over(few)

@@ -13,7 +13,8 @@ Kind = TypeVar("Kind", bound=Hashable)
 
 def rotations(kinds: Iterable[Kind], count: int) -> Iterator[list[Kind]]:
     """Return so many orders of the same kinds, shuffled: none always runs after the same one."""
-    order, chance = list(kinds), random.Random(1)
+    order = list(kinds)
+    chance = random.Random(1)
     for _ in range(count):
         chance.shuffle(order)
         yield list(order)
@@ -71,9 +72,11 @@ class Aim:
     def row(self) -> list[str]:
         """Return the figure beside its aim."""
         if self.is_least:
-            is_met, sign = self.figure >= self.bound, ">="
+            is_met = self.figure >= self.bound
+            sign = ">="
         else:
-            is_met, sign = self.figure <= self.bound, "<="
+            is_met = self.figure <= self.bound
+            sign = "<="
         verdict = "met" if is_met else "missed"
         return [self.name, f"{self.figure:.2f}", f"{sign} {self.bound:g}", verdict]
 

@@ -24,7 +24,9 @@ from celery_redlock import Redlock
 
 RESOURCE = "floor"
 TTL = 30.0  # s
-PATIENCE, PATIENCE_MS = 10.0, 10_000  # for anything at all
+# for anything at all
+PATIENCE = 10.0
+PATIENCE_MS = 10_000
 _WORD = re.compile(rb'"((?:[^"\\]|\\.)*)"')  # as MONITOR quotes it
 
 
@@ -55,7 +57,8 @@ class Floor:
         self._by_descriptor: dict[int, socket.socket] = {}
         self._wires: list[tuple[int, socket.socket, bytes, bytes]] = []  # with grant and release
         for url, requests in zip(urls, overheard(urls, prefix), strict=True):
-            sock, grant = connected(url), requests.grant if script else _plain(requests)
+            sock = connected(url)
+            grant = requests.grant if script else _plain(requests)
             self._granted, self._released = _tried(url, sock, requests, grant)
             sock.setblocking(False)
             self._by_descriptor[sock.fileno()] = sock
@@ -67,7 +70,8 @@ class Floor:
 
     def acquire(self) -> None:
         """Ask all nodes; return when a quorum granted. Raises RuntimeError where none does."""
-        due, granted = self._due, self._granted
+        due = self._due
+        granted = self._granted
         for descriptor, sock, grant, _ in self._wires:
             sock.send(grant)
             due[descriptor] += len(granted)
@@ -86,7 +90,8 @@ class Floor:
 
     def release(self) -> None:
         """Write the release to all nodes; the next round reads what they say."""
-        due, released = self._due, len(self._released)
+        due = self._due
+        released = len(self._released)
         for descriptor, sock, _, release in self._wires:
             sock.send(release)
             due[descriptor] += released

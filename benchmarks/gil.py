@@ -23,7 +23,9 @@ from celery_redlock.lock.transport.nodes import Nodes
 from celery_redlock.testing import embedded_nodes
 
 TTL = 3.0  # s
-FULL, QUICK = 6, 2  # ttls for which the GIL is kept
+# ttls for which the GIL is kept
+FULL = 6
+QUICK = 2
 TRIES = 3  # of each share, side by side
 SHARES = (0.06, 0.09, 0.12, 0.16, 0.2, 0.25, 0.3, 0.4, 0.5)
 WAYS = ("gives it up", "ours")

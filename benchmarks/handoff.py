@@ -25,12 +25,15 @@ from celery_redlock import Redlock
 from celery_redlock.testing import EmbeddedNode, WorkerProcess, embedded_nodes
 
 WAVE = 4  # tasks that are sent at once
-FULL, QUICK = 24, 4  # waves of what is woken
+# waves of what is woken
+FULL = 24
+QUICK = 4
 SLOW_WAVES = 4  # of each that goes by its delay
 PATIENCE = 120  # s
 MOST_PREFORK = 8  # workers; more of them are solo, so that they fit into a machine's memory
 LAUNCHED = 4  # workers that start at a time
-AIM_P50, AIM_P99 = 20.0, 250.0  # ms
+AIM_P50 = 20.0  # ms
+AIM_P99 = 250.0  # ms
 
 
 def main() -> None:
@@ -73,7 +76,9 @@ class Lane:
         *,
         wakes: bool = True,
     ) -> None:
-        self.name, self.waves, self._kind = name, waves, kind
+        self.name = name
+        self.waves = waves
+        self._kind = kind
         self.gaps: list[float] = []
         self._queue = "handoff-" + name.replace(" ", "-").replace(",", "")
         self._client = store.client()

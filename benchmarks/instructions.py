@@ -42,7 +42,9 @@ KINDS = (  # in the order in which they are counted
 )  # fmt: skip
 PAIRS = KINDS[:2]
 BATCH = 5  # tasks of one kind in a part: few, so that most parts have no wait
-FULL, QUICK = 24, 8  # parts of each kind of tasks
+# parts of each kind of tasks
+FULL = 24
+QUICK = 8
 PAIR_PARTS = 3  # parts of each kind of pairs, to one of tasks
 NEW_TREE = "."  # the working tree
 PATIENCE = 3600  # s
@@ -167,7 +169,8 @@ class Program:
             "--zero-before=getsid", f"--callgrind-out-file={folder / 'out'}",
             sys.executable, "-P", str(PROGRAM), *words,
         ]  # fmt: skip
-        self._folder, self._log = folder, folder / "log"
+        self._folder = folder
+        self._log = folder / "log"
         self._turns, theirs = socket.socketpair()
         self._turns.settimeout(PATIENCE)
         with theirs, self._log.open("w") as log:
@@ -221,7 +224,8 @@ def summed(folder: Path) -> list[int]:
 def report(names: Sequence[str], old: Parts, new: Parts, batch: int) -> str:
     """Return the table and the aims. batch: tasks in a part."""
     ratios = {kind: ratio(old[kind], new[kind]) for kind in old}
-    olds, news = of_one(old, batch), of_one(new, batch)
+    olds = of_one(old, batch)
+    news = of_one(new, batch)
     rows = [
         [kind, f"{olds[kind]:,.0f}", f"{news[kind]:,.0f}", f"{one:.4f}"]
         for kind, one in ratios.items()

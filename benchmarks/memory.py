@@ -22,11 +22,14 @@ from benchmarks.usage import await_workers
 from celery_redlock import Redlock
 from celery_redlock.testing import EmbeddedNode, WorkerProcess, embedded_nodes
 
-MESSAGES, QUICK_MESSAGES = 900, 300  # below the number at which a worker stops to keep more
+# below the number at which a worker stops to keep more
+MESSAGES = 900
+QUICK_MESSAGES = 300
 CHILDREN = 4
 HELD = 1000  # locks of this process
 WARM = 200  # tasks of each kind before its measurement
-QUEUE, KEY = "memory", "held"
+QUEUE = "memory"
+KEY = "held"
 PATIENCE = 300  # s
 
 
@@ -76,7 +79,8 @@ class Sender:
 
     def __init__(self, broker: EmbeddedNode, worker: WorkerProcess) -> None:
         self._app = Celery("sender", broker=broker.url, set_as_current=False)
-        self._broker, self._worker = broker, worker
+        self._broker = broker
+        self._worker = worker
 
     def send(self, task: str, keys: list[str]) -> None:
         """Send a task for each key."""

@@ -19,12 +19,19 @@ from celery_redlock import Redlock
 from celery_redlock.testing import EmbeddedNode, embedded_nodes
 
 SIZES = (1, 3, 5)
-BATCH, BATCH_OF_OTHERS = 50, 10  # pairs between two readings of the clock
-FULL, QUICK = 300, 30  # rotations
+# pairs between two readings of the clock
+BATCH = 50
+BATCH_OF_OTHERS = 10
+# rotations
+FULL = 300
+QUICK = 30
 CONNECT_WAIT = 10.0  # s
 NODE_TIMEOUT = 0.2  # s
 SETTLED = 5 * NODE_TIMEOUT  # s after which a stopped node has been given up
-AIM_FLOOR, AIM_ONE, AIM_THREE, AIM_STALLED = 1.2, 0.8, 1.4, 1.2
+AIM_FLOOR = 1.2
+AIM_ONE = 0.8
+AIM_THREE = 1.4
+AIM_STALLED = 1.2
 
 Kind = tuple[str, int]  # who, on how many nodes
 OURS_STALLED: Kind = ("ours, one stalled", 3)

@@ -26,9 +26,15 @@ from celery_redlock.lock.postgres.schema import create_schema
 from celery_redlock.testing import EmbeddedNode, WorkerProcess
 from tests.postgres import PostgresNode, make_template
 
-FULL, QUICK = 60, 6  # rotations of pairs
-FULL_TASKS, QUICK_TASKS, BATCH = 30, 4, 40
-FULL_WINDOW, QUICK_WINDOW = 20.0, 6.0  # seconds of renewals
+# rotations of pairs
+FULL = 60
+QUICK = 6
+FULL_TASKS = 30
+QUICK_TASKS = 4
+BATCH = 40
+# seconds of renewals
+FULL_WINDOW = 20.0
+QUICK_WINDOW = 6.0
 STATISTICS = 2.0  # seconds after which a server has counted what was done
 TOGETHER = 100  # keys in one lock whose renewal is waited for, as in one request of the watchdog
 CHILDREN = 4
@@ -132,7 +138,8 @@ def renewed_in(server: PostgresNode, window: float) -> float:
     """Return what the library's threads spend on one renewal of each lock, over a window."""
     sleep(STATISTICS)
     ((first,),) = server.query(RENEWED)
-    started, end = process_time() - thread_time(), monotonic() + window
+    started = process_time() - thread_time()
+    end = monotonic() + window
     while monotonic() < end:
         sleep(0.1)
     spent = process_time() - thread_time() - started

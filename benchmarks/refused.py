@@ -28,10 +28,16 @@ from celery_redlock import LockedTask, Redlock
 from celery_redlock.testing import EmbeddedNode, embedded_nodes
 
 NODES = 3
-BATCH, FULL, QUICK = 40, 150, 15  # tries of one kind in a row; rotations
+BATCH = 40  # tries of one kind in a row
+FULL = 150  # rotations
+QUICK = 15
 TTL = 60.0  # s
-PLAIN, LOCKED, DEFERRED, BY_HAND = "plain", "locked", "deferred", "by hand, redis-py"
-AIM_LOCKED, AIM_BY_HAND = 1.5, 1.3
+PLAIN = "plain"
+LOCKED = "locked"
+DEFERRED = "deferred"
+BY_HAND = "by hand, redis-py"
+AIM_LOCKED = 1.5
+AIM_BY_HAND = 1.3
 
 Try = Callable[[int], object]  # one message, of this number
 

@@ -20,13 +20,17 @@ from redis import Redis
 from celery_redlock import Backoff, LockedTask
 from celery_redlock.tasks.waiting.room import WaitingRoom
 
-BROKER, STORE, NODES = "BENCHMARK_BROKER", "BENCHMARK_STORE", "BENCHMARK_NODES"
-QUEUE, WAKES = "BENCHMARK_QUEUE", "BENCHMARK_WAKES"
+BROKER = "BENCHMARK_BROKER"
+STORE = "BENCHMARK_STORE"
+NODES = "BENCHMARK_NODES"
+QUEUE = "BENCHMARK_QUEUE"
+WAKES = "BENCHMARK_WAKES"
 LATE = "BENCHMARK_LATE"  # "yes": all tasks acknowledge late
 NAIVE_NODE = "BENCHMARK_NAIVE_NODE"
 LONGEST = 5.0  # s: of a delay between two tries
 COUNTDOWN = 0.25  # s: of a retry of `hot by hand`
-BODY, MOMENT = 0.25, 0.01  # s
+BODY = 0.25  # s
+MOMENT = 0.01  # s
 
 store = os.environ.get(STORE, "redis://localhost")
 nodes = os.environ.get(NODES, "redis://localhost").split()

@@ -25,12 +25,14 @@ from benchmarks.floor import connected, overheard
 from celery_redlock import Redlock
 from celery_redlock.testing import embedded_nodes
 
-LOCKS, NODES = 1000, 3
+LOCKS = 1000
+NODES = 3
 TTL = 3.0  # s: each lock is renewed once a second
 LONG_TTL = 60.0  # s: none is renewed while memory is looked at
 WINDOW = 3 * LOCKS  # renewals; the more, the less what a window cuts off at its ends
 PAUSE = 0.1  # s: between two looks at how many there were
-FULL, QUICK = 8, 2  # windows
+FULL = 8  # windows
+QUICK = 2  # windows
 BARE_ROUNDS = 5  # beside each window
 CONNECT_WAIT = 10.0  # s
 AIM_MS = 10.0
@@ -138,7 +140,8 @@ def run(client: Redis, bare: Bare, count: int) -> Times[str]:
 
 def ours(client: Redis) -> float:
     """Return what the library's threads spend on one renewal of each lock, over a window."""
-    first, started = renewals(client), spent_by_others()
+    first = renewals(client)
+    started = spent_by_others()
     while (made := renewals(client) - first) < WINDOW:
         sleep(PAUSE)
     return (spent_by_others() - started) / made * LOCKS

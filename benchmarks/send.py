@@ -23,10 +23,14 @@ from celery_redlock import LockedTask, Redlock
 from celery_redlock.testing import EmbeddedNode, embedded_nodes
 
 SIZES = (1, 3, 5)
-BATCH, FULL, QUICK = 40, 150, 15  # sends of one kind in a row; rotations
+BATCH = 40  # sends of one kind in a row
+FULL = 150  # rotations
+QUICK = 15
 WINDOW = 3600  # s
-PLAIN, LOCKED = "plain", "locked"
-AIM_LOCKED, AIM_THEIRS = 1.05, 1.0
+PLAIN = "plain"
+LOCKED = "locked"
+AIM_LOCKED = 1.05
+AIM_THEIRS = 1.0
 
 Send = Callable[[int], object]  # one message, of this number
 

@@ -24,10 +24,15 @@ SIZES = (1, 3, 5)
 STALLED = "3-one-stopped"  # the lane whose third node is stopped
 KINDS = ("plain", "locked", "raw", "raw script", "redis-py")  # tasks of benchmarks.worker
 SURVIVING_KINDS = ("plain", "locked", "redis-py")  # a floor has no answer to a stopped node
-BATCH, QUICK_BATCH = 60, 30  # tasks of one kind in a row
-FULL, QUICK = 60, 6  # rotations
+# tasks of one kind in a row
+BATCH = 60
+QUICK_BATCH = 30
+# rotations
+FULL = 60
+QUICK = 6
 SETTLING = 3  # rotations in which a stopped node is given up
-AIM_RAW, AIM_STALLED = 1.12, 1.1
+AIM_RAW = 1.12
+AIM_STALLED = 1.1
 
 Kind = tuple[str, str]  # what stands around the body, in which lane
 
@@ -70,7 +75,8 @@ class Lane:
         nodes: Sequence[EmbeddedNode],
         kinds: Sequence[str],
     ) -> None:
-        self.name, self.kinds = name, kinds
+        self.name = name
+        self.kinds = kinds
         self._queue = f"lane-{name}"
         self._client = broker.client()
         self._sender = Celery("sender", broker=broker.url, set_as_current=False)

@@ -28,20 +28,29 @@ from benchmarks.usage import await_workers
 from celery_redlock import Redlock
 from celery_redlock.testing import EmbeddedNode, WorkerProcess, embedded_nodes
 
-FULL, QUICK = 1500, 500  # messages of a crowd
-ROUNDS, QUICK_ROUNDS = 3, 1
+# messages of a crowd
+FULL = 1500
+QUICK = 500
+ROUNDS = 3
+QUICK_ROUNDS = 1
 WARM = 100
 OF_A_KEY = 10
 BEHIND = 100  # a crowd's messages for each plain task behind it
 LEAST_BEHIND = 20
-QUEUE, UNRELATED = "tens", "unrelated"
-TENS, APART, PLAIN = "ten of each key", "a key for each", "plain"
+QUEUE = "tens"
+UNRELATED = "unrelated"
+TENS = "ten of each key"
+APART = "a key for each"
+PLAIN = "plain"
 CROWDS = (TENS, APART, PLAIN)
 PATIENCE = 900  # s
-WORKERS, SLOTS = 2, 2  # slots of each worker
+WORKERS = 2
+SLOTS = 2  # of each worker
 BETWEEN = 0.05  # s: a slot is busy from one body to the next if no more lies between them
-AIM_TOTAL, AIM_BEHIND = 2.5, 3.0
-AIM_IDLE, AIM_HANDOFF = 1.0, 0.6  # s
+AIM_TOTAL = 2.5
+AIM_BEHIND = 3.0
+AIM_IDLE = 1.0  # s
+AIM_HANDOFF = 0.6  # s
 
 
 def main() -> None:
@@ -186,7 +195,9 @@ def with_free_slot(spans: Iterable[Span], whole: Period) -> list[Period]:
             if span.begin - before.end > BETWEEN:
                 changes += [(before.end, -1), (span.begin, 1)]
         changes += [(bodies[0].begin, 1), (bodies[-1].end, -1)]
-    periods, busy, since = [], 0, whole[0]
+    periods = []
+    busy = 0
+    since = whole[0]
     for at, change in sorted(changes):
         if busy == WORKERS * SLOTS:
             since = at

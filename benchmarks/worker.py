@@ -17,7 +17,9 @@ from redis import Redis
 from benchmarks.floor import Floor
 from celery_redlock import LockedTask
 
-BROKER, NODES, QUEUE = "BENCHMARK_BROKER", "BENCHMARK_NODES", "BENCHMARK_QUEUE"
+BROKER = "BENCHMARK_BROKER"
+NODES = "BENCHMARK_NODES"
+QUEUE = "BENCHMARK_QUEUE"
 PATIENCE = 120  # s
 
 broker = os.environ.get(BROKER, "redis://localhost")

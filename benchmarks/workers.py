@@ -26,15 +26,24 @@ from benchmarks.usage import await_workers, calls, log_lines, processor_time
 from celery_redlock import Redlock
 from celery_redlock.testing import EmbeddedNode, WorkerProcess, embedded_nodes
 
-SIZES, QUICK = (2, 10, 30, 60), (2, 10, 30)  # workers
+SIZES = (2, 10, 30, 60)  # workers
+QUICK = (2, 10, 30)  # workers
 EACH = 3  # messages for each worker
 LAUNCHED = 4  # workers that start at a time
-RUNS, QUICK_RUNS = 30, 10  # of the two ways, over the number of workers
+# of the two ways, over the number of workers
+RUNS = 30
+QUICK_RUNS = 10
 LEAST_RUNS = 2
-QUEUE, OURS, BY_HAND = "workers", "hot", "hot by hand"
+QUEUE = "workers"
+OURS = "hot"
+BY_HAND = "hot by hand"
 WAYS = {OURS: "ours", BY_HAND: "by hand"}
 PATIENCE = 300  # s
-AIM_MESSAGES, AIM_COMMANDS, AIM_CPU, AIM_RATE = 1.2, 1.2, 1.3, 0.9  # most workers / fewest
+# most workers / fewest
+AIM_MESSAGES = 1.2
+AIM_COMMANDS = 1.2
+AIM_CPU = 1.3
+AIM_RATE = 0.9
 AIM_TO_BY_HAND = 1.0  # tasks/s
 PICTURE = Path(__file__).parent.parent / "docs" / "pictures" / "workers.py"
 
@@ -93,7 +102,8 @@ class Fleet:
     """Solo workers of one queue, and what tasks of one key cost them; nodes: by way."""
 
     def __init__(self, broker: EmbeddedNode, nodes: dict[str, Sequence[EmbeddedNode]]) -> None:
-        self._broker, self._nodes = broker, nodes
+        self._broker = broker
+        self._nodes = nodes
         self._sender = Celery("sender", broker=broker.url, set_as_current=False)
         urls = [node.url for node in nodes[OURS]]
         with Redlock(urls, prefix=QUEUE) as redlock:
@@ -152,7 +162,8 @@ class Fleet:
         """Send the messages of one key, and return what one of them cost."""
         self._keys += 1
         count = EACH * len(self._workers)
-        before, finished = self._used(way), self._finished(way)
+        before = self._used(way)
+        finished = self._finished(way)
         for _ in range(count):
             args = (f"hot-{self._keys}",)
             self._sender.send_task(way, args, queue=QUEUE, ignore_result=True)
@@ -164,7 +175,8 @@ class Fleet:
         # a log line follows the release, which belongs to the task
         await_workers(self._workers, lambda: self._finished(way) - finished >= count, PATIENCE)
         used = [(after - b) / count for after, b in zip(self._used(way), before, strict=True)]
-        begun, ended = min(begin for begin, _ in spans), max(end for _, end in spans)
+        begun = min(begin for begin, _ in spans)
+        ended = max(end for _, end in spans)
         published, commands, cpu = used
         return Cost(published - 1, commands, cpu, (ended - begun) / count)
 
@@ -211,7 +223,8 @@ def report(costs: Costs) -> str:
 def aims(costs: Costs) -> list[Aim]:
     """Return the aims. A task's messages are its first one and those published again."""
     sizes = sorted({size for _, size in costs})
-    few, many = costs[OURS, sizes[0]], costs[OURS, sizes[-1]]
+    few = costs[OURS, sizes[0]]
+    many = costs[OURS, sizes[-1]]
     of = f"{sizes[-1]} workers / {sizes[0]}"
     found = [
         Aim(f"messages, {of}", (1 + many.republished) / (1 + few.republished), AIM_MESSAGES),

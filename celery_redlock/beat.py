@@ -119,7 +119,8 @@ class WrappedScheduler(Scheduler):
     def discard(self) -> None:
         """Save nothing from now on, and close what is open."""
         self.is_discarded = True  # django-celery-beat saves when the process exits, too
-        store, connection = getattr(self, "_store", None), self.__dict__.pop("connection", None)
+        store = getattr(self, "_store", None)
+        connection = self.__dict__.pop("connection", None)
         with suppress(Exception):
             if store is not None:
                 store.cache.clear()  # a shelf writes it when it is closed or collected
@@ -144,10 +145,13 @@ class LockedScheduler(Scheduler):
     ) -> None:
         app = without_proxy(app)
         super().__init__(app, max_interval=max_interval, **options)
-        wrapped, self._lock = _scheduler_class(app), _lock_of(app)
-        self._wrapped, self._redlock = wrapped, redlock_of(app)
+        wrapped = _scheduler_class(app)
+        self._lock = _lock_of(app)
+        self._wrapped = wrapped
+        self._redlock = redlock_of(app)
         self._clock = self._redlock.session.clock
-        self._failed_at, self._has_told_of_holder = -math.inf, False
+        self._failed_at = -math.inf
+        self._has_told_of_holder = False
         self._behind_until = -math.inf  # monotonic seconds until which it lets others lead
         self._inner: Any = None  # while this beat has the lock
         held = {"beat_lock": self._lock}
@@ -196,7 +200,8 @@ class LockedScheduler(Scheduler):
 
     def close(self) -> None:
         """Save the last runs and release the lock. A signal handler and Celery both call it."""
-        inner, self._inner = self._inner, None
+        inner = self._inner
+        self._inner = None
         try:
             if inner is not None and self._lock.held and not inner.is_sending:
                 inner.close()
@@ -213,14 +218,16 @@ class LockedScheduler(Scheduler):
             return left
         redlock = redlock_of(self.app)
         if redlock is not self._redlock:  # a user's code has closed the one before
-            self._redlock, self._lock = redlock, _lock_of(self.app)
+            self._redlock = redlock
+            self._lock = _lock_of(self.app)
             self._made.beat_lock = self._lock
         try:
             self._lock.acquire(self.max_interval)
         except NotAcquired as failure:
             return self._wait(failure)
         self._keep()
-        self._failed_at, self._has_told_of_holder = -math.inf, False
+        self._failed_at = -math.inf
+        self._has_told_of_holder = False
         text = "beat has the lock %r, and sends the periodic tasks"
         logger.info(text, self._lock.resource, extra={"event": "beat_leads"})
         self._inner = self._maker.get_scheduler()
@@ -230,12 +237,14 @@ class LockedScheduler(Scheduler):
         """Log once why this beat does not send; return the seconds until the next try."""
         if isinstance(failure, LockTaken):
             if not self._has_told_of_holder:
-                text, taken = "beat waits: the lock %r is %s", describe_taken(failure)
+                text = "beat waits: the lock %r is %s"
+                taken = describe_taken(failure)
                 logger.info(text, failure.resource, taken, extra={"event": "beat_waits"})
             self._has_told_of_holder = True
             return 0.0
         # one node that still keeps the lock may refuse in between, but for no longer than a ttl
-        before, self._failed_at = self._failed_at, self._clock.now()
+        before = self._failed_at
+        self._failed_at = self._clock.now()
         if self._failed_at - before > 2 * self._lock.ttl:
             logger.error(
                 "beat sends no periodic tasks until the lock nodes answer: %s",
@@ -245,7 +254,8 @@ class LockedScheduler(Scheduler):
 
     def _step_down(self) -> None:
         """Discard the wrapped scheduler, whose lock is lost."""
-        inner, self._inner = self._inner, None
+        inner = self._inner
+        self._inner = None
         if inner is not None:
             inner.discard()
             self._lock.release()
@@ -269,10 +279,12 @@ def _lock_of(app: Any) -> Lock:
 
 def _scheduler_class(app: Any) -> Any:
     """Return the class of the scheduler to wrap; raises SettingsError."""
-    source, name = OptionSource.at("app", "beat_scheduler"), settings_of(app).beat_scheduler
+    source = OptionSource.at("app", "beat_scheduler")
+    name = settings_of(app).beat_scheduler
     is_own = name is None
     if is_own:
-        source, name = OptionSource("app", "beat_scheduler"), app.conf.beat_scheduler
+        source = OptionSource("app", "beat_scheduler")
+        name = app.conf.beat_scheduler
     try:
         short = {one.name: one.value for one in entry_points(group=SHORT_NAMES)}
         found = resolve_name(short.get(name, name)) if isinstance(name, str) else name

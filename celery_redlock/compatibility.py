@@ -141,7 +141,8 @@ def _other_parameters(found: Any, parameters: str) -> str | None:
     except (TypeError, ValueError):
         return "no function"
     given = [each for each in given if each.name != "self"]
-    names, wanted = [each.name for each in given], parameters.split(", ") if parameters else []
+    names = [each.name for each in given]
+    wanted = parameters.split(", ") if parameters else []
     if wanted[-1:] == ["..."]:
         wanted.pop()
         others = given[len(wanted) :]

@@ -109,7 +109,10 @@ class SettingsError(RedlockError, ImproperlyConfigured):
         if len(value) > LONGEST_VALUE:  # a message may bring any
             value = f"{value[: LONGEST_VALUE - 3]}..."
         super().__init__(level, name, value, hint)
-        self.level, self.name, self.value, self.hint = level, name, value, hint
+        self.level = level
+        self.name = name
+        self.value = value
+        self.hint = hint
 
     def _text(self) -> str:
         return f"{self.level}: {self.name}={self.value}: {self.hint}"
@@ -133,7 +136,9 @@ class NoRunError(RedlockError, AttributeError):
 
     def __init__(self, task: str, in_run: bool = False, in_hook: bool = False) -> None:
         super().__init__(task, in_run, in_hook)
-        self.task, self.in_run, self.in_hook = task, in_run, in_hook
+        self.task = task
+        self.in_run = in_run
+        self.in_hook = in_hook
 
     def _text(self) -> str:
         if self.in_run:
@@ -167,7 +172,9 @@ class NodeError(RedlockError):
 
     def __init__(self, node: str, cause: str, lost: bool = False) -> None:
         super().__init__(node, cause, lost)
-        self.node, self.cause, self.lost = node, cause, lost
+        self.node = node
+        self.cause = cause
+        self.lost = lost
 
     def _text(self) -> str:
         return f"{self.node}: {self.cause}"
@@ -187,7 +194,8 @@ class NotAcquired(RedlockError):
 
 def set_waited(failure: NotAcquired, seconds: float) -> None:
     """Set `waited` of an error, which is the fourth argument of both classes."""
-    failure.waited, failure.args = seconds, (*failure.args[:3], seconds, *failure.args[4:])
+    failure.waited = seconds
+    failure.args = (*failure.args[:3], seconds, *failure.args[4:])
 
 
 class LockTaken(NotAcquired):
@@ -208,8 +216,13 @@ class LockTaken(NotAcquired):
         rate: str = "",
     ) -> None:  # fmt: skip
         super().__init__(resource, holder, expires_in, waited, deferrals, ttl, limit, rate)
-        self.resource, self.holder, self.expires_in = resource, holder, expires_in
-        self.waited, self.deferrals, self.ttl, self.limit = waited, deferrals, ttl, limit
+        self.resource = resource
+        self.holder = holder
+        self.expires_in = expires_in
+        self.waited = waited
+        self.deferrals = deferrals
+        self.ttl = ttl
+        self.limit = limit
         self.rate = rate
 
     @property
@@ -272,8 +285,11 @@ class QuorumUnreachable(NotAcquired):
         deferrals: int = 0,
     ) -> None:  # fmt: skip
         super().__init__(resource, list(causes), quorum, waited, deferrals)
-        self.resource, self.causes, self.quorum = resource, list(causes), quorum
-        self.waited, self.deferrals = waited, deferrals
+        self.resource = resource
+        self.causes = list(causes)
+        self.quorum = quorum
+        self.waited = waited
+        self.deferrals = deferrals
 
     @property
     def votes_in(self) -> float | None:
@@ -310,7 +326,9 @@ class LockLost(RedlockError):
 
     def __init__(self, resource: str, reason: str, body_ended: bool = False) -> None:
         super().__init__(resource, reason, body_ended)
-        self.resource, self.reason, self.body_ended = resource, reason, body_ended
+        self.resource = resource
+        self.reason = reason
+        self.body_ended = body_ended
         self._anchor = anchors.NOT_HELD if reason in _NOT_HELD else anchors.LOCK_LOST
 
     def _text(self) -> str:
@@ -336,7 +354,9 @@ class DuplicateTask(RedlockError):
 
     def __init__(self, resource: str, task_id: str, expires_in: float | None = None) -> None:
         super().__init__(resource, task_id, expires_in)
-        self.resource, self.task_id, self.expires_in = resource, task_id, expires_in
+        self.resource = resource
+        self.task_id = task_id
+        self.expires_in = expires_in
 
     def _text(self) -> str:
         text = f"{self.resource!r} was sent before as task {self.task_id}"

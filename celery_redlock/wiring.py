@@ -29,12 +29,12 @@ from celery_redlock.errors import SettingsError
 from celery_redlock.lock import client
 from celery_redlock.lock.engine.events import Events
 from celery_redlock.operate import control, lints, metrics, start_report, tracing
-from celery_redlock.tasks import per_app, startup, task, wrapping
+from celery_redlock.tasks import per_app, startup, task, untried, wrapping
 from celery_redlock.tasks.body import notify_bodies
 from celery_redlock.tasks.children import reaper
 from celery_redlock.tasks.delivery.acknowledge import AcknowledgeInTurn
 from celery_redlock.tasks.delivery.route import RecordQueueNames
-from celery_redlock.tasks.execution import outcomes, run
+from celery_redlock.tasks.execution import end
 from celery_redlock.tasks.recovery.step import RecoverMessages
 from celery_redlock.tasks.unique import claim, send
 from celery_redlock.tasks.waiting import room
@@ -75,7 +75,7 @@ RECEIVERS = (
     Receiver(celery_signals.worker_shutdown, reaper.stop_watching),
     Receiver(celery_signals.worker_shutdown, metrics.close_metrics),
     # the same, for each message
-    Receiver(celery_signals.task_received, outcomes.defer_untried),  # before `admit_received`
+    Receiver(celery_signals.task_received, untried.defer_untried),  # before `admit_received`
     Receiver(celery_signals.task_received, room.admit_received),
     Receiver(celery_signals.task_received, claim.note_claim),
     Receiver(celery_signals.task_received, startup.warn_if_unlocked),
@@ -91,7 +91,7 @@ RECEIVERS = (
     # first: another receiver may change the arguments that it is given
     Receiver(celery_signals.task_prerun, task.keep_arguments, first=True),
     # first: what another receiver raises past Exception would keep the lock for ever
-    Receiver(celery_signals.task_postrun, run.release_after_run, first=True),
+    Receiver(celery_signals.task_postrun, end.release_after_run, first=True),
 )
 # when an app has finalized; the first one that raises SettingsError ends `finalize`
 CHECKS = (startup.check_app, lints.refuse_errors)
@@ -110,7 +110,8 @@ def begin() -> None:
     if per_app.on_locked_task is not on_locked_task:
         per_app.on_locked_task = on_locked_task
         client.own_of_app = per_app.redlock_of_given
-        Events.wants, Events.send = staticmethod(tracing.wants), staticmethod(signals.send)
+        Events.wants = staticmethod(tracing.wants)
+        Events.send = staticmethod(signals.send)
         Events.on_loss = staticmethod(notify_bodies)
         celery_signals.before_task_publish.connect(send.carry_options, weak=False)
         startup.finalize_before_apply()

@@ -51,7 +51,8 @@ class Interruption:
 
     @contextlib.contextmanager
     def _set(self, allowed: bool) -> Iterator[None]:
-        earlier, self._allowed = self._allowed, allowed
+        earlier = self._allowed
+        self._allowed = allowed
         try:
             yield
         finally:

@@ -45,7 +45,10 @@ WITHOUT_A_FENCE = f"UPDATE {TABLE} SET price = :price WHERE name = :name"
 WITH_A_FENCE = f"""\
 UPDATE {TABLE} SET price = :price, fence = :token WHERE name = :name AND fence < :token"""
 
-NAME, OLD, FIRST, SECOND = "tea", 10, 20, 25
+NAME = "tea"
+OLD = 10
+FIRST = 20
+SECOND = 25
 TTL = 4.0  # s: how long the lock of a holder that is stopped stays
 LATER = 1.5 * TTL  # s: how long the second clerk tries while the first one has confirmed its lock
 PATIENCE = 60.0  # s: what a busy machine may take for anything here

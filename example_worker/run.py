@@ -30,7 +30,8 @@ __all__ = ["main"]
 TICK = 0.25
 # An empty broker may be a message on its way from the queue into a worker's hands, which may be
 # slow: so one that was sent and not executed yet is waited for a while longer.
-QUIET, LONGER = 1.0, 10.0
+QUIET = 1.0
+LONGER = 10.0
 # What a server or a worker that does not answer, or does not start, ends in.
 FAILURES = (
     *(KombuError, RedisError, RedlockError, SQLAlchemyError, ValkeyServerError),
@@ -117,7 +118,8 @@ class Run:
             if tasks is shop.LOCKED:
                 self._disturb(picture)
             if sent < len(orders) or picture.queued or picture.taken:
-                busy, empty_since = now, None
+                busy = now
+                empty_since = None
             elif empty_since is None:
                 empty_since = time.monotonic()  # since the look: we may have stood still before
             quiet = QUIET if picture.executed >= sent else LONGER
@@ -146,7 +148,8 @@ class Run:
 
     def _disturb(self, picture: Picture) -> None:
         """Kill a lock node after a third of the orders, and bring it back after two thirds."""
-        victim, outage = self._stage.victim, self.outage
+        victim = self._stage.victim
+        outage = self.outage
         if victim is None or outage is None:
             return
         if outage.killed_at is None and picture.executed * 3 >= picture.orders:

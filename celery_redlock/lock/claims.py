@@ -20,7 +20,8 @@ from celery_redlock.lock.transport.command import encoded, text_of
 
 def list_claims(session: Session, pattern: str = "*") -> ClaimList:
     """Return the claims whose resource matches a pattern of the shell, as "stock:*"."""
-    nodes, beginning = session.nodes, unique_key(session.options.prefix, "")
+    nodes = session.nodes
+    beginning = unique_key(session.options.prefix, "")
 
     def ask(connection: Any) -> list[tuple[Any, Any, float]]:
         return list(values_on(connection, list(set(names_on(connection, beginning)))))
@@ -30,7 +31,8 @@ def list_claims(session: Session, pattern: str = "*") -> ClaimList:
     values: dict[tuple[str, str], list[str]] = {}
     for node, keys in found.items():
         for key, value, left in keys:
-            name, text = text_of(key).removeprefix(beginning), text_of(value or b"")
+            name = text_of(key).removeprefix(beginning)
+            text = text_of(value or b"")
             of = name, text.partition(":")[0]
             votes.setdefault(of, {})[node] = left
             values.setdefault(of, []).append(text)
@@ -44,7 +46,8 @@ def _claim(
     session: Session, name: str, token: str, values: list[str], votes: dict[str, float]
 ) -> ClaimReport:
     task, _, resource = name.partition(":")  # as `tasks.unique.send.unique_name` makes it
-    needed, left = session.nodes.quorum, sorted(votes.values(), reverse=True)
+    needed = session.nodes.quorum
+    left = sorted(votes.values(), reverse=True)
     counts = len(votes) >= needed
     parts = [parts_of_claim(value) for value in values]
     return ClaimReport(

@@ -61,14 +61,16 @@ _STORED_RATE = re.compile(rf"([0-9]{{1,{MOST_DIGITS}}}) (.*)", re.DOTALL)  # by 
 
 def list_locks(session: Session, resource: str | None = None) -> LockList:
     """Return all locks and rates on the nodes, or those of one resource."""
-    prefix, nodes = session.options.prefix, session.nodes
+    prefix = session.options.prefix
+    nodes = session.nodes
 
     def ask(connection: Any) -> tuple[list[tuple[Any, Any, float]], _Starts]:
         if resource is not None:  # without a search of the whole database
             permits = range(MOST_PERMITS)
             keys = [encoded(lock_key(prefix, resource, permit)) for permit in permits]
             return list(values_on(connection, keys)), _starts_on(connection, prefix, [resource])
-        locks, rates = lock_key(prefix, ""), rate_keys(prefix, "")[0]
+        locks = lock_key(prefix, "")
+        rates = rate_keys(prefix, "")[0]
         names = map(text_of, set(names_on(connection, rates)))
         starts = _starts_on(connection, prefix, [name.removeprefix(rates) for name in names])
         return list(values_on(connection, list(set(names_on(connection, locks))))), starts
@@ -94,7 +96,8 @@ def _report(
     resource, permit = resource_of(session.options.prefix, text_of(key))
     text = "" if value is None else text_of(value)
     label, since, ttl, limit = parts_of(text)
-    needed, left = session.nodes.quorum, sorted(votes.values(), reverse=True)
+    needed = session.nodes.quorum
+    left = sorted(votes.values(), reverse=True)
     held = len(votes) >= needed
     return LockReport(
         resource,
@@ -132,12 +135,14 @@ def _rate(
 
     answering: the number of nodes that do. stored: on each node that has it.
     """
-    nodes, wall = session.nodes, session.clock.wall_us() / 1e6
+    nodes = session.nodes
+    wall = session.clock.wall_us() / 1e6
     read = _STORED_RATE.fullmatch(Counter(text for text, _ in stored).most_common(1)[0][0])
     rate = None if read is None else Rate.parse(read[2])
     if read is None or rate is None:
         return None
-    kept, waits = int(read[1]) / 1000, []
+    kept = int(read[1]) / 1000
+    waits = []
     for permit in {permit for _, ages in stored for permit in ages}:
         if not permit.isdecimal() or int(permit) >= rate.starts:
             continue
@@ -255,8 +260,10 @@ def _scores_of(reply: Any) -> _Scores | None:
 
 def list_waiting(session: Session, resource: str | None = None) -> WaitingList:
     """Return all processes that wait for a lock or a start of a rate, or those of one resource."""
-    prefix, nodes = session.options.prefix, session.nodes
-    beginning, names = waiting_key(prefix, ""), []
+    prefix = session.options.prefix
+    nodes = session.nodes
+    beginning = waiting_key(prefix, "")
+    names = []
     if resource is not None:
         names = [name_of_lock(resource), name_of_rate(resource)]
     keys = [encoded(waiting_key(prefix, name)) for name in names]
@@ -291,7 +298,8 @@ def list_waiting(session: Session, resource: str | None = None) -> WaitingList:
     for (resource, is_rate), waiters in sorted(registered.items()):
         order = sorted((_agreed(on.values()), waiter) for waiter, on in waiters.items())
         for rank, (since, waiter) in enumerate(order):  # as the nodes keep them
-            text, on = text_of(waiter), tuple(waiters[waiter])
+            text = text_of(waiter)
+            on = tuple(waiters[waiter])
             moment = in_iso(since or None)  # None of a hold, which waits before all others
             named = "rate" if is_rate else "lock", rank, *_name_of(text), text, moment, on
             is_there = listens is None or waiter in listens

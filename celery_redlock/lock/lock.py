@@ -44,12 +44,14 @@ class Lock:
     """
 
     def __init__(self, client: Any, options: LockOptions) -> None:
-        self._client, self._options = client, options
+        self._client = client
+        self._options = options
         self._session: Session = client.session
         self._clock = self._session.clock
         self._holds: list[Hold] = []  # one for each acquire that is not released yet
         self._last: Hold | None = None  # the last acquire, to report why it has ended
-        prefix, limits = self._session.options.prefix, options.limits or {}
+        prefix = self._session.options.prefix
+        limits = options.limits or {}
         self._keys: list[LockKey] = []
         for resource in options.resources:
             self._keys.append(LockKey(prefix, resource, options.ttl, limits.get(resource, 1)))
@@ -67,7 +69,8 @@ class Lock:
     @property
     def held(self) -> bool:
         """Whether the lock is held now, computed locally, without network I/O."""
-        acquisitions, now = acquisitions_of(self), self._clock.now()
+        acquisitions = acquisitions_of(self)
+        now = self._clock.now()
         for one in acquisitions:  # no generator: asked around each body
             if not one.held(now):
                 return False
@@ -172,9 +175,11 @@ class Lock:
         `wait` and not `asyncio.wait_for`, which before Python 3.12 runs this in a separate task.
         wait, and errors: as in `acquire`.
         """
-        options, session = self._options, self._session
+        options = self._options
+        session = self._session
         timeout = options.wait if wait is None else check_wait("Lock.acquire_async", "wait", wait)
-        owner, runner = session.current_owner(), StepRunner(session.threads)
+        owner = session.current_owner()
+        runner = StepRunner(session.threads)
         hold = Hold(owner, self._client)
         try:
             self._enter(hold)
@@ -337,7 +342,8 @@ def release_all(lock: Lock, *, ended: bool = False) -> None:
 
     ended: the run under the lock has ended. This is recorded even if the lock was released or lost.
     """
-    session, last = lock._session, lock._last
+    session = lock._session
+    last = lock._last
     if ended and last is not None:
         own = [one for one in last.acquisitions if one.options is lock._options]
         for acquisition in own:  # not outer acquisitions, whose runs have not ended
@@ -357,7 +363,8 @@ def renew_for(lock: Lock, seconds: float) -> None:
 
     A process that hangs calls this no more, so it loses the lock.
     """
-    session, now = lock._session, lock._clock.now()
+    session = lock._session
+    now = lock._clock.now()
     for acquisition in acquisitions_of(lock):
         acquisition.renew_until(now + seconds, now)
         session.watchdog.reschedule(acquisition)

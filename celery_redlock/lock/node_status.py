@@ -80,7 +80,8 @@ def exchange_shared_settings(session: Session) -> Mapping[str, list[str]]:
     after a change in all clients, each client warns at most once. Raises SettingsError if two nodes
     turn out to be one server.
     """
-    nodes, answering = session.nodes, _connect(session)
+    nodes = session.nodes
+    answering = _connect(session)
     request = encode_command("SET", _settings_key(session), shared_settings_of(session), "GET")
     noted = nodes.query(request, _read_settings, nodes=answering)
     return _differing(session, {nodes.all[index].name: text for index, text in noted.items()})
@@ -126,7 +127,8 @@ def _differing(session: Session, noted: Mapping[str, str | None]) -> dict[str, l
 
 def shared_settings_of(session: Session) -> str:
     """Return the settings that all clients of a prefix must share, as text. Times in seconds."""
-    options, nodes = session.options, len(session.nodes.all)
+    options = session.options
+    nodes = len(session.nodes.all)
     return f"max_ttl={session.options.max_ttl:g} restart_guard={options.guard.mode} nodes={nodes}"
 
 
@@ -138,7 +140,8 @@ def _connect(session: Session) -> Collection[int]:
 
 def read_nodes(session: Session) -> NodeList:
     """Return the status of each node."""
-    clock, guard = session.clock, session.options.guard
+    clock = session.clock
+    guard = session.options.guard
     keys = [encoded(key) for key in guard_keys(session.options.prefix)]
 
     def look(connection: Any) -> NodeStatus:
@@ -148,10 +151,12 @@ def read_nodes(session: Session) -> NodeList:
         seconds, microseconds = map(int, read_list(reply_of(connection, "TIME"), 2))
         ahead = seconds + microseconds / 1e6 - clock.wall_us() / 1e6
         facts = read_info(connection, ("server", "memory", "replication"))
-        run, left = reply_of(connection, "GET", keys[0]), reply_of(connection, "PTTL", keys[1])
+        run = reply_of(connection, "GET", keys[0])
+        left = reply_of(connection, "PTTL", keys[1])
         knows_us = run is not None and read_text(run) == facts.get("run_id", "")
         version = facts.get("valkey_version") or facts.get("redis_version", "")
-        role, silent_for = facts.get("role", ""), max(0, read_number(left)) / 1000
+        role = facts.get("role", "")
+        silent_for = max(0, read_number(left)) / 1000
         if role == "master":
             _try_to_grant(connection, session.options.prefix)
         may_vote = role == "master" and silent_for <= 0
@@ -203,7 +208,9 @@ def missing_rights(session: Session) -> Mapping[str, list[str]]:
     Tries each command, and changes nothing. Nodes whose user lacks no right are left out.
     """
     prefix = session.options.prefix
-    key, channel = completion_key(prefix, ""), f"{votes_channel(prefix)}\n"  # nobody has these
+    # nobody has these
+    key = completion_key(prefix, "")
+    channel = f"{votes_channel(prefix)}\n"
     inbox = inbox_channel(prefix, "\n")
     tried = [
         ("PING",), ("INFO", "server"), ("TIME",), ("GET", key), ("MGET", key), ("DEL", key),

@@ -56,7 +56,9 @@ class Attempts:
     def __init__(
         self, session: Session, options: LockOptions, keys: Sequence[LockKey], hold: Hold
     ) -> None:
-        self._session, self._options, self._hold = session, options, hold
+        self._session = session
+        self._options = options
+        self._hold = hold
         self._clock = session.clock
         self._started = session.clock.now()
         self._keys = keys
@@ -91,7 +93,8 @@ class Attempts:
 
     def _do(self, moves: Moves) -> Failure | None:
         """Do what the generator gives, in this thread or greenlet; return the last failure."""
-        result, sleeper = None, self._session.platform.new_sleeper()
+        result = None
+        sleeper = self._session.platform.new_sleeper()
         try:
             while True:
                 move = moves.send(result)
@@ -111,7 +114,8 @@ class Attempts:
         """Do what `run` does: ask and try in threads, and wait in the event loop."""
         if not self._keys:
             return
-        first, result = await runner.do(self._try), None
+        first = await runner.do(self._try)
+        result = None
         with closing(self._go_on(first, timeout)) as moves:
             try:
                 while True:
@@ -128,7 +132,8 @@ class Attempts:
 
     def _check_acquired(self, failure: Failure | None) -> None:
         """Raise the failure, or LockLost if an outer lock expired during the tries."""
-        now, session = self._clock.now(), self._session
+        now = self._clock.now()
+        session = self._session
         if failure is not None and session.is_closed:  # which ended the wait, or failed the try
             failure = QuorumUnreachable(failure.resource, [CLOSED], session.nodes.quorum)
         if failure is not None:
@@ -163,7 +168,9 @@ class Attempts:
         If too many nodes are misconfigured, it gives up earlier, but not at once: their errors may
         be older than their last reconnect.
         """
-        session, clock, hold = self._session, self._clock, self._hold
+        session = self._session
+        clock = self._clock
+        hold = self._hold
         key = self._keys[0]
         since = 0.0 if self._options.is_hold else session.guard.wall()
         caller = Caller(name_of_lock(key.resource), key.limit, since)
@@ -177,7 +184,9 @@ class Attempts:
         ):  # rivals that kept each other from a permit announce no roll-back
             caller.plan(Step(LOOK), clock.now() + random.uniform(TURN, 2 * TURN))  # noqa: S311
         failure: Failure | None = first
-        tried_at, hopeless_at, tries = clock.now(), clock.now() + HOPELESS, 0
+        tried_at = clock.now()
+        hopeless_at = clock.now() + HOPELESS
+        tries = 0
         quiet = unclear_pause(0.0) if _is_unclear(first) else 0.0
         while failure is not None and (now := clock.now()) < until:
             caller.decided = False  # before it looks at its plan: a wake-up may come from now on
@@ -200,7 +209,8 @@ class Attempts:
                 continue  # it was woken for a plan, or as the first one; or it need not look
             if step is not None and step.named_at is not None:
                 hold.splits = 0
-            tried_at, before = now, failure
+            tried_at = now
+            before = failure
             failure = yield functools.partial(self._act, caller, failure, step, until)
             tries += failure is not before
             quiet = unclear_pause(quiet) if _is_unclear(failure) else 0.0
@@ -263,7 +273,8 @@ class Attempts:
 
     def _pause(self, caller: Caller, failure: Failure, tries: int) -> float:
         """Return the seconds until the caller looks by itself: random, so not all at once."""
-        uniform, callers = random.uniform, self._session.callers
+        uniform = random.uniform
+        callers = self._session.callers
         if callers.first_of(caller) is not caller:
             return uniform(1.0, 2.0) * max(1.0, len(callers.line(caller.name)) / CROWD)
         is_rate = isinstance(caller.limit, Rate)

@@ -16,7 +16,7 @@ from celery_redlock.lock.model.keys import parts_of
 from celery_redlock.lock.node_status import in_iso, shared_settings_of
 from celery_redlock.lock.platform.clock import SystemClock
 from celery_redlock.tasks.children.reaper import held_by_children
-from celery_redlock.tasks.delivery.delivery import Deferral, LockHeader
+from celery_redlock.tasks.delivery.header import Deferral, LockHeader
 from celery_redlock.tasks.per_app import redlock_of
 from celery_redlock.tasks.waiting.room import waiters_of
 

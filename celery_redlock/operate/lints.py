@@ -82,7 +82,8 @@ class Lint:
 
 def refuse_errors(app: Any) -> None:
     """Raise SettingsError for the first error in `redlock_queues` if the app has locked tasks."""
-    patterns, conf = app.conf.get("redlock_queues"), app.conf
+    patterns = app.conf.get("redlock_queues")
+    conf = app.conf
     if isinstance(patterns, Mapping) and locks_tasks(app):
         for one in _unknown_queues(map(str, patterns), declared_queues(conf), conf):
             if one.level == ERROR:
@@ -105,7 +106,8 @@ def _all(app: Any) -> Iterator[Lint]:
         yield Lint(WARNING, "app: redlock_metrics", repr(metrics[1]), hint)
     tasks = []
     for task in locking(app):
-        config, queue = config_of(task), queue_of_task(task)
+        config = config_of(task)
+        queue = queue_of_task(task)
         try:
             options = config.effective_options(queue)
             pattern = pattern_for(queue, config.app.queues)
@@ -175,7 +177,8 @@ def _bounded_queues(app: Any) -> Iterator[Lint]:
 
 def _entries(app: Any) -> Iterator[Lint]:
     """Give entries of `redlock_tasks` that lock no task."""
-    setting, entries = "app: redlock_tasks", settings_of(app).tasks
+    setting = "app: redlock_tasks"
+    entries = settings_of(app).tasks
     names = [name for name in app.tasks if not name.startswith(CELERY_PREFIX)]
     matched = {pattern_for(name, entries) for name in names}
     own_tasks = (one.name for one in locking(app) if ENTRY not in type(one).__dict__)
@@ -210,16 +213,19 @@ def _without_effect(task: LockedTask, options: EffectiveOptions) -> Iterator[Lin
 
 def _prefixes(app: Any) -> Iterator[Lint]:
     """Give a `global_keyprefix` that keeps deployments apart on a Redis, as lock keys lack it."""
-    conf, settings = app.conf, settings_of(app)
+    conf = app.conf
+    settings = settings_of(app)
     if settings.prefix != DEFAULT_PREFIX:
         return
     nodes = {parse_address(node, "app", "nodes").server for node in settings.nodes}
-    shared, given = [], []
+    shared = []
+    given = []
     for name, url, options in (
         ("broker_url", conf.broker_write_url or conf.broker_url, "broker_transport_options"),
         ("result_backend", conf.result_backend, "result_backend_transport_options"),
     ):
-        prefix, server = (conf.get(options) or {}).get("global_keyprefix"), one_redis(url)
+        prefix = (conf.get(options) or {}).get("global_keyprefix")
+        server = one_redis(url)
         if prefix:
             given.append((options, str(prefix)))
         if prefix and server and parse_address(server, "app", name).server in nodes:
@@ -260,7 +266,9 @@ def _times(task: LockedTask, options: EffectiveOptions) -> Iterator[Lint]:
             f"{visibility:g} s, is delivered twice: lower it, or raise visibility_timeout"
         )
         yield Lint(WARNING, f"task {task.name!r}: default_retry_delay", f"{after:g}", hint)
-    name, ttl, limit = task.name, options["ttl"].value, time_limit_of(task)
+    name = task.name
+    ttl = options["ttl"].value
+    limit = time_limit_of(task)
     source = str(options["renew"].source)
     if options["renew"].value:
         return
@@ -282,7 +290,9 @@ def _shared_limits(tasks: Sequence[TaskInQueue]) -> Iterator[Lint]:
     """Give tasks with different limits that may lock the same resource."""
     sharing: dict[str, dict[int, list[str]]] = {}
     for task, options in tasks:
-        config, limit, queue = config_of(task), options["limit"].value, options.queue
+        config = config_of(task)
+        limit = options["limit"].value
+        queue = options.queue
         if callable(limit):
             continue
         shapes = config.shapes(config.options_for(queue), queue)

@@ -24,7 +24,8 @@ from celery_redlock import signals
 from celery_redlock.compatibility import find
 from celery_redlock.operate.control import held_locks_of
 from celery_redlock.tasks.children.reaper import forks_children
-from celery_redlock.tasks.delivery.delivery import Delivery, LockHeader, utc_now
+from celery_redlock.tasks.delivery.delivery import Delivery, utc_now
+from celery_redlock.tasks.delivery.header import LockHeader
 from celery_redlock.tasks.per_app import redlock_of, settings_of, time_of_nodes
 from celery_redlock.tasks.startup import locked_tasks
 from celery_redlock.tasks.waiting.room import waiters_of
@@ -188,12 +189,14 @@ class ValueFactory:
     def __init__(self, others: Any) -> None:
         from prometheus_client.values import MultiProcessValue
 
-        self._main, self._others = os.getpid(), others
+        self._main = os.getpid()
+        self._others = others
         self._ours = MultiProcessValue(self._process_identifier)
 
     def _process_identifier(self) -> str:
         """Return the part of the file's name that no other live process uses."""
-        index, process = getattr(_current_process(), "index", None), str(os.getpid())
+        index = getattr(_current_process(), "index", None)
+        process = str(os.getpid())
         # the child of a child has its parent's index, but would overwrite its parent's file
         if index is not None and os.getppid() == self._main:
             process = f"child-{index}"
@@ -216,8 +219,10 @@ class Exporter:
     """
 
     def __init__(self, address: tuple[str, int], *, forks: bool) -> None:
-        self._address, self._forks = address, forks
-        self.stack, self._is_serving = ExitStack(), False
+        self._address = address
+        self._forks = forks
+        self.stack = ExitStack()
+        self._is_serving = False
         if forks and DIRECTORY not in os.environ:
             directory = tempfile.mkdtemp(prefix="celery-redlock-metrics-")
             self.stack.callback(shutil.rmtree, directory, ignore_errors=True)
@@ -251,13 +256,15 @@ class Exporter:
         try:
             server, thread = start_http_server(port, host, self.registry)
         except OSError as error:
-            text, fields = "cannot serve metrics on %s:%d: %s", {"event": "metrics_not_served"}
+            text = "cannot serve metrics on %s:%d: %s"
+            fields = {"event": "metrics_not_served"}
             logger.warning(text, host, port, error, extra=fields)
             return
         self.stack.callback(thread.join)
         self.stack.callback(server.server_close)
         self.stack.callback(server.shutdown)
-        text, fields = "metrics are served on http://%s:%d/metrics", {"event": "metrics_served"}
+        text = "metrics are served on http://%s:%d/metrics"
+        fields = {"event": "metrics_served"}
         logger.info(text, host, server.server_port, extra=fields)
 
 
@@ -281,6 +288,7 @@ def serve_metrics(sender: Any = None, **_: Any) -> None:
 
 def close_metrics(**_: Any) -> None:
     global _exporter
-    exporter, _exporter = _exporter, None
+    exporter = _exporter
+    _exporter = None
     if exporter is not None:
         exporter.stack.close()

@@ -36,7 +36,8 @@ def report_lints(sender: Any = None, **_: Any) -> None:
     try:
         if not (locked_tasks(app) and settings_of(app).nodes):
             return
-        found, unset = lint(app), left_open(app)
+        found = lint(app)
+        unset = left_open(app)
     except SettingsError:
         return  # the check of the nodes reports it
     for one in found:
@@ -51,7 +52,9 @@ def report_lints(sender: Any = None, **_: Any) -> None:
 def left_open(app: Any) -> tuple[Lint, ...]:
     """Return what the defaults leave to the user to decide: at most one line each, as advice."""
     found: list[Lint] = []
-    settings, tasks, visibility = settings_of(app), locking(app), visibility_timeout(app.conf)
+    settings = settings_of(app)
+    tasks = locking(app)
+    visibility = visibility_timeout(app.conf)
     keep_locks = [parse_address(one, "app", "nodes").keeps_locks for one in settings.nodes]
     if tasks and settings.restart_guard != "strict" and keep_locks == [False]:
         hint = (

@@ -14,11 +14,12 @@ from celery.signals import task_prerun
 
 from celery_redlock import signals
 from celery_redlock.lock.engine.events import LockAcquiredEvent
-from celery_redlock.tasks.delivery.delivery import LockHeader
+from celery_redlock.tasks.delivery.header import LockHeader
 from celery_redlock.tasks.execution.run import run_of
 from celery_redlock.tasks.per_app import time_of_nodes
 
-TRACE, SDK = "opentelemetry.trace", "opentelemetry.sdk.trace"
+TRACE = "opentelemetry.trace"
+SDK = "opentelemetry.sdk.trace"
 _has_sdk = False  # as the last look has seen
 OUTCOMES = {  # by the signal that tells of it
     signals.lock_acquired: "acquired",
@@ -70,7 +71,8 @@ def wants(kind: type[Any]) -> bool:
 
 def _write_to_span(signal: Any = None, sender: Any = None, event: Any = None, **_: Any) -> None:
     """Write an event of a run's own lock as attributes of its span, of another lock as an event."""
-    outcome, span = OUTCOMES[signal], sys.modules[TRACE].get_current_span()
+    outcome = OUTCOMES[signal]
+    span = sys.modules[TRACE].get_current_span()
     if not span.is_recording():
         return
     if outcome == "released" and event.by != "holder":

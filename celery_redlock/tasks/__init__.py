@@ -11,8 +11,10 @@ By topic, from the settings to a worker's start:
 - `body.py`: how LockLost is raised in a running body. `unique/`: deduplication of sends.
 - `reporting.py`: what is stored in the result backend and sent as an event: DEFERRED, SKIPPED.
 - `per_app.py`: the settings and the `Redlock` of an app.
-- `waiting/`, `children/`, `worker_request.py`: a worker's main process: deferred messages, the
-  locks of dead children, and what Celery decides there of a message: revoked, expired, aborted.
+- `waiting/`, `untried.py`: deferred messages in a worker's main process, and those that are
+  deferred there without a try. `recovery/`: the messages of a dead worker.
+- `children/`, `worker_request.py`: the locks of dead children, and what Celery decides of a message
+  in a worker's main process: revoked, expired, aborted.
 - `startup.py`: an app that finalizes adopts tasks of others; what a worker checks at its start.
 
 Not here: how a lock is acquired (`lock/`), and when Celery calls which part (the module `wiring`).

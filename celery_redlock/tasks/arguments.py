@@ -190,7 +190,8 @@ class Arrivals:
     """
 
     def __init__(self, task_name: str, parameters: Parameters) -> None:
-        self._task_name, self._parameters = task_name, parameters
+        self._task_name = task_name
+        self._parameters = parameters
         self._proved: set[object] = set()
         self._misfits: dict[object, str] = {}
         self._was_seen = False
@@ -232,8 +233,10 @@ class Arrivals:
         comparison.check()  # a decorator may have caught the error
         if comparison.is_over:
             self._was_seen = True
-        elif not self._was_seen and next(self._unseen) == UNSEEN_RUNS:
-            self._log_unseen(comparison.obstacle, WAYS_OUT)
+        elif not self._was_seen:
+            unseen = next(self._unseen)
+            if unseen == UNSEEN_RUNS:
+                self._log_unseen(comparison.obstacle, WAYS_OUT)
         return result
 
     def _log_unseen(self, why: str, ways_out: str) -> None:
@@ -290,8 +293,12 @@ class _Comparison:
         bound: inspect.BoundArguments,
         refuse: Callable[[str], Exception],
     ) -> None:
-        self.inner, self._bound, self._refuse = inner, bound, refuse
-        self.misfit, self.is_proof, self.is_over = "", False, False
+        self.inner = inner
+        self._bound = bound
+        self._refuse = refuse
+        self.misfit = ""
+        self.is_proof = False
+        self.is_over = False
         self.obstacle = _NO_PYTHON if inner is None else _ELSEWHERE
 
     def compare(self, frame: FrameType) -> None:
@@ -407,7 +414,8 @@ if sys.version_info >= (3, 12):
     @contextlib.contextmanager
     def _monitored(comparison: _Comparison) -> Iterator[None]:
         """Call `_look` at each entry of a function, in any thread; elsewhere it costs nothing."""
-        monitoring, code = sys.monitoring, comparison.inner
+        monitoring = sys.monitoring
+        code = comparison.inner
         if code is None:
             yield
             return

@@ -25,7 +25,9 @@ from celery_redlock.errors import LockLost
 from celery_redlock.lock.lock import Lock, loss_of
 from celery_redlock.lock.platform.threads import DeadlineTimer, is_uninterruptible, start_thread
 
-FIRST_PAUSE, LONGEST_PAUSE = 0.005, 0.25  # seconds between tries to interrupt a body
+# seconds between tries to interrupt a body
+FIRST_RAISE_PAUSE = 0.005
+LONGEST_RAISE_PAUSE = 0.25
 # Nothing is raised below a frame of these modules, though a body called them: they would swallow
 # LockLost, or it would replace the error that they are about to raise. A run inside a body
 # (`apply`) ends first for the same reason, and so does a release of another lock. To acquire one
@@ -49,7 +51,8 @@ class MonitoredBody:
     __slots__ = ("_reports", "abort", "interrupted", "interrupter", "lock")
 
     def __init__(self, lock: Lock, *, abort: bool, report: Callable[[LockLost], object]) -> None:
-        self.lock, self.abort = lock, abort
+        self.lock = lock
+        self.abort = abort
         self.interrupter = current_interrupter()
         self.interrupted = False
         self._reports = [report]  # popped by the thread that calls it
@@ -84,12 +87,13 @@ class MonitoredBody:
 
     def _interrupt(self) -> None:
         """Try until the body is interrupted or has ended; in a thread of its own."""
-        timer, pause = DeadlineTimer(), FIRST_PAUSE
+        timer = DeadlineTimer()
+        pause = FIRST_RAISE_PAUSE
         while id(self) in running_bodies and self.pending_loss is not None:
             if not self.interrupter.interrupt(self):
                 return
             timer.sleep(pause)
-            pause = min(LONGEST_PAUSE, 2 * pause)
+            pause = min(LONGEST_RAISE_PAUSE, 2 * pause)
 
     @property
     def pending_loss(self) -> LockLost | None:
@@ -101,15 +105,18 @@ class MonitoredBody:
 
     def is_interruptible_at(self, frame: FrameType | None) -> bool:
         """Return whether all frames from this body to the top of the stack are interruptible."""
-        code, called = MonitoredBody.run.__code__, False
+        code = MonitoredBody.run.__code__
+        called = False
         while frame is not None:
             if frame.f_code is code and frame.f_locals["self"] is self:
                 return called
-            on_top, module = frame.f_code, f"{frame.f_globals.get('__name__', '')}."
+            on_top = frame.f_code
+            module = f"{frame.f_globals.get('__name__', '')}."
             is_release = is_uninterruptible(on_top) or on_top.co_name == "__del__"
             if is_release or module.startswith(_PREFIXES):
                 return False
-            frame, called = frame.f_back, True
+            frame = frame.f_back
+            called = True
         return False
 
 
@@ -148,7 +155,8 @@ class SignalInterrupter(Interrupter):
         number = self._number
         if number is not None and getsignal(number) is self._handler:
             return True
-        least, most = getattr(signal, "SIGRTMIN", 0), getattr(signal, "SIGRTMAX", 0)
+        least = getattr(signal, "SIGRTMIN", 0)
+        most = getattr(signal, "SIGRTMAX", 0)
         for number in range(least + PREFERRED_SIGNAL, most + 1) if least else ():
             if getsignal(number) == signal.SIG_DFL:
                 signal.signal(number, self._handler)
@@ -191,7 +199,8 @@ class GreenletInterrupter(Interrupter):
     """
 
     def __init__(self, gevent: Any) -> None:
-        self._greenlet, self._spawn = gevent.getcurrent(), gevent.spawn
+        self._greenlet = gevent.getcurrent()
+        self._spawn = gevent.spawn
         # may be called by any thread
         self._call_in_hub = gevent.get_hub().loop.run_callback_threadsafe
 
@@ -219,4 +228,5 @@ def current_interrupter() -> Interrupter:
     return _main_thread if is_main and _main_thread.is_ready() else _any_thread
 
 
-_main_thread, _any_thread = SignalInterrupter(), Interrupter()
+_main_thread = SignalInterrupter()
+_any_thread = Interrupter()

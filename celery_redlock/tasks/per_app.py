@@ -141,7 +141,8 @@ def redlock_of(app: Any) -> Redlock:
         with _making:
             redlock = _redlocks.get(app)
             if redlock is None or redlock.session.is_closed:
-                if _redlocks.pop(app, None) is None:
+                earlier = _redlocks.pop(app, None)
+                if earlier is None:
                     _warn_of_late(app)
                 made = Redlock(
                     settings.nodes,

@@ -64,10 +64,13 @@ class StoringThread:
     """
 
     def __init__(self, app: Any, call_soon: Callable[[Callable[[], object]], object]) -> None:
-        self._app, self._call_soon, self._clock = app, call_soon, SystemClock()
+        self._app = app
+        self._call_soon = call_soon
+        self._clock = SystemClock()
         self._changed = threading.Condition()
         self._pending: dict[str, _Pending] = {}  # by task id
-        self._stored, self._began = "", 0.0  # whose state is being stored; monotonic seconds
+        self._stored = ""  # whose state is being stored
+        self._began = 0.0  # monotonic seconds
         self._then: list[Callable[[], object]] = []  # what waits for the end of that
         self._storing = _NOTHING  # that state
         self._ended = deque[Callable[[], object]]()  # the `then` of those that are stored
@@ -159,12 +162,16 @@ class StoringThread:
                 if not is_again:
                     pending.lost(error)
             with self._changed:
-                pending, self._storing = self._storing, _NOTHING  # its `then` may be gone
+                # its `then` may be gone
+                pending = self._storing
+                self._storing = _NOTHING
                 if is_again:  # last, unless the message has another state by now
                     self._pending.setdefault(self._stored, pending)
                 elif pending.then is not None:
                     self._ended.append(pending.then)
-                self._stored, then, self._then = "", self._then, []
+                self._stored = ""
+                then = self._then
+                self._then = []
                 self._changed.notify_all()
             if self._ended:
                 self._call_soon(self.call_ended)
@@ -212,8 +219,10 @@ class StateReporter:
         send_event: Callable[..., object] | None = None,
         thread: StoringThread | None = None,
     ) -> None:
-        self._task, self._request = task, request
-        self._send_event, self._thread = send_event or task.send_event, thread
+        self._task = task
+        self._request = request
+        self._send_event = send_event or task.send_event
+        self._thread = thread
 
     @property
     def ignores_result(self) -> bool:
@@ -287,7 +296,8 @@ class StateReporter:
 
         Source: celery.worker.request: Request._announce_revoked.
         """
-        task, request = self._task, self._request
+        task = self._task
+        request = self._request
         self._store(
             lambda: task.backend.mark_as_revoked(
                 request.id, reason, request=request, store_result=store_result
@@ -359,13 +369,15 @@ class StateReporter:
         self._mark_as_failure(error, call_errbacks=False, state=states.REVOKED)
 
     def _mark_as_failure(self, error: Exception, **how: Any) -> None:
-        request, store_result = self._request, self.stores_errors
+        request = self._request
+        store_result = self.stores_errors
         mark = self._task.backend.mark_as_failure
         mark(request.id, error, request=request, store_result=store_result, **how)
 
     def lock_lost(self, lost: LockLost) -> None:
         """Send task-lock-lost, in whatever thread or greenlet this is called."""
-        task, request = self._task, self._request
+        task = self._task
+        request = self._request
         if request.is_eager:
             return
         task.request_stack.push(request)  # an event is about the task's current request
@@ -402,6 +414,7 @@ class StateReporter:
         self._warn("state_not_shown", "cannot report the state of %s[%s]: %s", cause)
 
     def _warn(self, event: str, text: str, cause: object) -> None:
-        name, task_id = self._task.name, self._request.id
+        name = self._task.name
+        task_id = self._request.id
         extra = {"event": event, "task": name, "task_id": task_id}
         logger.warning(text, name, task_id, cause, extra=extra)

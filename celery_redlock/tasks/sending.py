@@ -17,12 +17,13 @@ from celery import Celery, Task
 
 from celery_redlock.errors import SettingsError
 from celery_redlock.tasks.declaration import config_of, dumped
-from celery_redlock.tasks.delivery.delivery import HEADER
+from celery_redlock.tasks.delivery.header import HEADER
 from celery_redlock.tasks.delivery.route import queue_asked, route_send
 from celery_redlock.tasks.settings.app import CELERY_PREFIX
+from celery_redlock.tasks.settings.call import TaskCall
 from celery_redlock.tasks.settings.levels import check_outside
 from celery_redlock.tasks.settings.options import UNIQUE_BY, TaskLockOptions
-from celery_redlock.tasks.settings.task_config import TaskCall, TaskLockConfig
+from celery_redlock.tasks.settings.task_config import TaskLockConfig
 from celery_redlock.tasks.unique.send import (
     check_debounced,
     is_awaited,
@@ -151,7 +152,8 @@ def queue_needed(task: Any, caller: str, args: Any = (), kwargs: Any = None) -> 
 
     caller: the method of LockedTask that asks. Raises SettingsError if the queue is unknown.
     """
-    config, queue = config_of(task), queue_asked(task, args, kwargs)
+    config = config_of(task)
+    queue = queue_asked(task, args, kwargs)
     if queue is None and (config.app.queues or config.may_name_queue({})):
         hint = (
             "is chosen by a function in task_routes or by an exchange, and the lock of "

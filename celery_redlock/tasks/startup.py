@@ -31,7 +31,7 @@ from celery_redlock.lock.node_status import (
 from celery_redlock.tasks import per_app
 from celery_redlock.tasks.children.reaper import watch_children
 from celery_redlock.tasks.declaration import ENTRY, config_of, to_leave_out
-from celery_redlock.tasks.delivery.delivery import HEADER, LockHeader
+from celery_redlock.tasks.delivery.header import HEADER, LockHeader
 from celery_redlock.tasks.per_app import redlock_of, settings_of
 from celery_redlock.tasks.settings.app import CELERY_PREFIX, OptionSource, pattern_for
 from celery_redlock.tasks.settings.levels import find_nodes
@@ -284,7 +284,8 @@ def report_nodes(sender: Any = None, **_: Any) -> None:
         return
     try:
         session = redlock_of(app).session
-        report, others = ask_nodes(session), exchange_shared_settings(session)
+        report = ask_nodes(session)
+        others = exchange_shared_settings(session)
     except SettingsError as error:  # of shared tasks alone; `RefuseToStart` has seen all others
         level = logging.ERROR if must_lock(app) else logging.WARNING
         logger.log(level, "no lock can be acquired: %s", error, extra={"event": "settings_wrong"})
@@ -301,7 +302,8 @@ def report_nodes(sender: Any = None, **_: Any) -> None:
 
 def _log_report(report: NodeReport) -> None:
     """Log in one line which nodes answer, and which wait before they grant a lock."""
-    of_them, needed = f"of {report.nodes} lock nodes", f", {report.quorum} needed"
+    of_them = f"of {report.nodes} lock nodes"
+    needed = f", {report.quorum} needed"
     failing = f"; failing: {'; '.join(report.failing)}" if report.failing else ""
     left = math.ceil(max(report.silent.values(), default=0.0))
     if not report.silent:
@@ -319,7 +321,8 @@ def _log_report(report: NodeReport) -> None:
         level = logging.INFO
     elif report.voting < report.quorum and report.failing:
         # without a failing node the wait ends by itself
-        level, text = logging.ERROR, anchors.see(text, anchors.NO_QUORUM)
+        level = logging.ERROR
+        text = anchors.see(text, anchors.NO_QUORUM)
     fields = {
         "event": "nodes_answer", "answering": report.answering, "voting": report.voting,
         "nodes": report.nodes, "quorum": report.quorum,

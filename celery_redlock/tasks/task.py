@@ -22,13 +22,8 @@ from celery_redlock.tasks.declaration import (
     may_lock_anywhere,
     to_leave_out,
 )
-from celery_redlock.tasks.delivery.delivery import (
-    ARGUMENTS,
-    HEADER,
-    NO_HEADER,
-    LockHeader,
-    own_headers,
-)
+from celery_redlock.tasks.delivery.delivery import ARGUMENTS, own_headers
+from celery_redlock.tasks.delivery.header import HEADER, NO_HEADER, LockHeader
 from celery_redlock.tasks.execution.run import lock_of, lock_of_run, run_of
 from celery_redlock.tasks.sending import (
     check_send,
@@ -39,9 +34,9 @@ from celery_redlock.tasks.sending import (
     write_header,
 )
 from celery_redlock.tasks.settings.app import CELERY_PREFIX
+from celery_redlock.tasks.settings.call import TaskCall
 from celery_redlock.tasks.settings.levels import check_outside
 from celery_redlock.tasks.settings.options import EffectiveOptions
-from celery_redlock.tasks.settings.task_config import TaskCall
 from celery_redlock.tasks.typed_options import (
     AnyRate,
     Decision,
@@ -129,7 +124,8 @@ class LockedTask(Task):
         if "_redlock_track_started" not in cls.__dict__:
             inherited = getattr(cls, "_redlock_track_started", cls.track_started)
             tracks = cls.track_started if "track_started" in cls.__dict__ else inherited
-            cls._redlock_track_started, cls.track_started = tracks, False
+            cls._redlock_track_started = tracks
+            cls.track_started = False
         if not app.finalized:
             per_app.owners.add(app)
         add_is_duplicate(app)
@@ -164,7 +160,9 @@ class LockedTask(Task):
         lock for these arguments.
         """
         config = config_of(self)
-        wait, queue, parameters = None, None, config.signature.parameters
+        wait = None
+        queue = None
+        parameters = config.signature.parameters
         if "wait" in kwargs and "wait" not in parameters:
             wait = check_wait(f"task {self.name!r}", "lock_for(wait=...)", kwargs.pop("wait"))
         if "queue" in kwargs and "queue" not in parameters:
@@ -230,7 +228,8 @@ class LockedTask(Task):
         Also beside headers that the retry is given, or that came in one called "headers".
         """
         retried = self.request if request is None else request
-        carried, own = retried.get(HEADER), own_headers(retried)
+        carried = retried.get(HEADER)
+        own = own_headers(retried)
         if carried and ("headers" in options or HEADER not in (retried.headers or {})):
             options["headers"] = {HEADER: carried, **(options.get("headers") or own)}
         return super().signature_from_request(request, args, kwargs, queue, **options)
@@ -264,7 +263,8 @@ class _CombinedRequest:
         self._user_class = user_class
 
     def __get__(self, task: Any, owner: Any = None) -> type:
-        ours, user_class = pkgutil.resolve_name(REQUEST), self._user_class
+        ours = pkgutil.resolve_name(REQUEST)
+        user_class = self._user_class
         if isinstance(user_class, str):
             user_class = pkgutil.resolve_name(user_class)
         if issubclass(user_class, ours):

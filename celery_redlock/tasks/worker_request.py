@@ -30,17 +30,15 @@ from celery_redlock import anchors
 from celery_redlock.tasks.children.reaper import announce_end
 from celery_redlock.tasks.delivery.delivery import (
     ARGUMENTS,
-    DEATHS,
     HAS_ROOM,
-    HEADER,
     NAMED_AT,
     NESTED,
     RECEIVED,
     Delivery,
-    LockHeader,
     received_at,
     utc_now,
 )
+from celery_redlock.tasks.delivery.header import DEATHS, HEADER, LockHeader
 from celery_redlock.tasks.delivery.republish import publish
 from celery_redlock.tasks.delivery.route import CAME_BACK, QUEUE
 from celery_redlock.tasks.execution.outcomes import Deferred
@@ -84,7 +82,8 @@ class Request(celery.worker.request.Request):
     def __init__(self, message: Any, **options: Any) -> None:
         """Note what only this process sees of a delivery, and where its message was sent to."""
         super().__init__(message, **options)
-        carried, info = self.request_dict, message.delivery_info or {}
+        carried = self.request_dict
+        info = message.delivery_info or {}
         seen_here: dict[str, Any] = {  # each of them, for a sender may write these names as well
             RECEIVED: received_at(self.eta),
             QUEUE: info.get(QUEUE),
@@ -100,7 +99,8 @@ class Request(celery.worker.request.Request):
 
     def _restore_route(self) -> None:
         """Let the run see the exchange and routing key that its message was sent to, if noted."""
-        origin, info = LockHeader.of(self._context).origin, self.delivery_info
+        origin = LockHeader.of(self._context).origin
+        info = self.delivery_info
         if origin is None or not origin.exchange or not origin.queue:
             return
         if not info["exchange"] and info["routing_key"] == origin.queue:
@@ -278,7 +278,8 @@ class Request(celery.worker.request.Request):
         if not still_owned(self.message.delivery_tag):
             self._leave()
             return True
-        delivery, left = self.delivery, self.eta - utc_now()
+        delivery = self.delivery
+        left = self.eta - utc_now()
         delivery.request.__dict__[ARGUMENTS] = self.args, self.kwargs
         header = delivery.header
         if self._apply_result is not None:

@@ -70,7 +70,8 @@ def wrap_run(body: Any) -> Body:
     run.__dict__.pop("__wrapped__", None)
     if kind in (types.FunctionType, staticmethod):
         run.__signature__ = with_self(body)  # type: ignore[attr-defined]
-    run.redlock_wrapper, run.redlock_body = run, body  # type: ignore[attr-defined]
+    run.redlock_wrapper = run  # type: ignore[attr-defined]
+    run.redlock_body = body  # type: ignore[attr-defined]
     return run
 
 
@@ -82,7 +83,8 @@ def request_of_run(task: Any) -> Any:
     request, and task_postrun would not find there what the run has registered on the copy.
     Source: celery.app.task: `Task.__call__` and `push_request`.
     """
-    request, stack = task.request, task.request_stack.stack
+    request = task.request
+    stack = task.request_stack.stack
     if len(stack) > 1:
         kept = request.__dict__.get(ARGUMENTS)
         traced = next(one for one in stack if one.__dict__.get(ARGUMENTS) is kept)
@@ -199,7 +201,8 @@ class QuickExceptionInfo(ExceptionInfo, metaclass=_CountsBilliards):
                 _kept[way] = made.tb, made.traceback.removesuffix(last_line)
             return made
         info = ExceptionInfo.__new__(ExceptionInfo)
-        info.type, info.internal = type(error), options.get("internal", False)
+        info.type = type(error)
+        info.internal = options.get("internal", False)
         info.tb, before = _kept[way]
         info.traceback = before + last_line
         info.exception = ExceptionWithTraceback(error, info.traceback)
@@ -215,7 +218,9 @@ def _way_of(error: BaseException) -> Way | None:
     is_alone = error.__cause__ is None and error.__context__ is None
     if not (isinstance(error, Ignore) and is_alone):
         return None
-    way, frame, one = [], None, error.__traceback__
+    way = []
+    frame = None
+    one = error.__traceback__
     while one is not None:
         frame = one.tb_frame
         way.append((frame.f_code, one.tb_lasti))

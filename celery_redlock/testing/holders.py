@@ -240,7 +240,9 @@ def locking_off() -> Iterator[None]:
     """
     if in_worker():
         raise RedlockError("locking_off() is for tests: a run in a worker is always locked")
-    pid, locking_acquire, claiming_send = os.getpid(), Acquirer.try_acquire, Claim.send
+    pid = os.getpid()
+    locking_acquire = Acquirer.try_acquire
+    claiming_send = Claim.send
 
     def is_off() -> bool:
         return os.getpid() == pid and not in_worker()

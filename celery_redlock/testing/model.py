@@ -57,7 +57,8 @@ def engine() -> Engine:
 
 def library(texts: Mapping[Script, bytes] | None = None) -> Scripts:
     """Return the shipped scripts. texts: replacements, which run under the shipped digests."""
-    changed, compiled = texts or {}, engine().compiled
+    changed = texts or {}
+    compiled = engine().compiled
     return {
         script.digest: (script.name, compiled(changed.get(script, script.source)))
         for script in SCRIPTS
@@ -107,9 +108,11 @@ class Server:
     def execute(self, words: list[bytes]) -> tuple[str, bytes]:
         """Run one command; return the name of its script, "" if it has none, and the reply."""
         if words[0] == b"EVALSHA":
-            script, missing = self._loaded.get(words[1]), NOSCRIPT
+            script = self._loaded.get(words[1])
+            missing = NOSCRIPT
         elif words[0] == b"EVAL":
-            script, missing = self._load(words[1]), FOREIGN_SCRIPT
+            script = self._load(words[1])
+            missing = FOREIGN_SCRIPT
         else:
             return "", self._answer(words[0].upper(), words)
         return ("", missing) if script is None else self._run(script, words)
@@ -122,7 +125,8 @@ class Server:
         return self._scripts.get(digest)
 
     def _run(self, script: tuple[str, Any], words: list[bytes]) -> tuple[str, bytes]:
-        engine().server, (name, body) = self, script
+        name, body = script
+        engine().server = self
         return name, self._lua[b"run"](body, self.store, self.wall_ms, *words[2:])
 
     def _answer(self, verb: bytes, words: list[bytes]) -> bytes:

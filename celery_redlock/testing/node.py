@@ -132,9 +132,12 @@ class FakeServer(Server):
     def __init__(self, port: int, clock: VirtualClock) -> None:
         super().__init__(library())
         self.run_id = os.urandom(20).hex()
-        self._clock, self._started = clock, clock.now()
+        self._clock = clock
+        self._started = clock.now()
         self._connections: dict[int, ClientConnection] = {}  # by file descriptor
-        self._running, self._stopping, self.paused = new_mutex(), False, False
+        self._running = new_mutex()
+        self._stopping = False
+        self.paused = False
         self._listener = socket.create_server(("127.0.0.1", port), backlog=64)
         self._running.acquire()
         start_thread(self._serve)
@@ -196,7 +199,8 @@ class FakeServer(Server):
         self._connections.pop(descriptor).close()
 
     def _reply_to(self, connection: ClientConnection, words: list[bytes]) -> bytes:
-        verb, channels = words[0].upper(), self.ears.setdefault(connection, set())
+        verb = words[0].upper()
+        channels = self.ears.setdefault(connection, set())
         if verb in (b"SUBSCRIBE", b"UNSUBSCRIBE"):
             change = channels.add if verb == b"SUBSCRIBE" else channels.discard
             reply = b""
@@ -283,7 +287,8 @@ class VirtualClock:
     def _read(self) -> tuple[float, float, int]:
         """Return the machine's monotonic seconds, the wall clock and the freezes of one moment."""
         for _ in range(5):
-            before, freezes = self._machine.now(), active_freezes()
+            before = self._machine.now()
+            freezes = active_freezes()
             wall = wall_clock()
             after = self._machine.now()
             if after - before < MIN_JUMP / 2 and active_freezes() == freezes:

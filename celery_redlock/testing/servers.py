@@ -187,7 +187,9 @@ class WorkerProcess:
     ) -> None:  # fmt: skip
         handle, path = tempfile.mkstemp(prefix=f"worker-{name}-", suffix=".log")
         os.close(handle)
-        self.log, self.name, self._cwd = Path(path), name, cwd
+        self.log = Path(path)
+        self.name = name
+        self._cwd = cwd
         self._env = {**os.environ, "C_FORCE_ROOT": "1", **(env or {})}
         self._command = list(command) if command is not None else [
             sys.executable, "-m", "celery", "-A", app, "worker",

@@ -12,7 +12,7 @@ from celery_redlock import Lock, LockTaken, Redlock
 from celery_redlock.lock.engine.acquirer import AlreadyCompletedError
 from celery_redlock.lock.lock import release_all
 from celery_redlock.lock.model.options import CompletionMarker, LockOptions
-from celery_redlock.tasks.execution.outcomes import read_markers
+from celery_redlock.tasks.execution.completion_markers import read_markers
 from tests.conftest import PATIENCE, TTL, Nodes, eventually, keys_on, paused, settle
 from tests.contract.conftest import MAJORITY, REDIS_SERVER
 

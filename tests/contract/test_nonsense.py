@@ -16,7 +16,7 @@ from celery_redlock.lock.lock import acquisitions_of
 from celery_redlock.lock.model.keys import completion_key
 from celery_redlock.lock.node_status import ask_nodes, read_shared_settings
 from celery_redlock.lock.server.requests import GRANT, MARKER, RELEASE, RENEW, UNIQUE
-from celery_redlock.tasks.execution.outcomes import read_markers
+from celery_redlock.tasks.execution.completion_markers import read_markers
 from celery_redlock.tasks.unique.claim import ClaimToken
 from tests.conftest import (
     NODE_TIMEOUT,

@@ -20,7 +20,8 @@ from redis import Redis, ResponseError
 from celery_redlock import LockedTask
 from celery_redlock.lock.platform.clock import Platform, SystemClock
 from celery_redlock.signals import MessagesRecoveredEvent, messages_recovered
-from celery_redlock.tasks.delivery.delivery import HEADER, Deferral, Delivery, LockHeader
+from celery_redlock.tasks.delivery.delivery import Delivery
+from celery_redlock.tasks.delivery.header import HEADER, Deferral, LockHeader
 from celery_redlock.tasks.execution.outcomes import put_back_if_early, wait_for_first_delivery
 from celery_redlock.tasks.per_app import redlock_of, time_of_nodes
 from celery_redlock.tasks.recovery.keeper import Keeper, MovedAwayError, keepers, still_owned
@@ -30,14 +31,7 @@ from celery_redlock.tasks.recovery.step import RecoverMessages
 from celery_redlock.tasks.recovery.tags import DeliveryTag, new_lease
 from celery_redlock.testing import EmbeddedNode
 from tests.conftest import PATIENCE, Nodes, eventually, paused, receiving
-from tests.contract.worker_leases import (
-    keeper_of,
-    lose,
-    note,
-    open_ledger,
-    see_another,
-    see_beats,
-)
+from tests.contract.worker_leases import keeper_of, lose, note, open_ledger, see_another, see_beats
 
 
 def take_for_dead(ledger: Ledger, lease: str) -> None:

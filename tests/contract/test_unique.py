@@ -34,7 +34,8 @@ from celery_redlock import (
 )
 from celery_redlock.label import RunId
 from celery_redlock.lock.server.requests import UNIQUE
-from celery_redlock.tasks.delivery.delivery import HEADER, Deferral, Delivery, LockHeader
+from celery_redlock.tasks.delivery.delivery import Delivery
+from celery_redlock.tasks.delivery.header import HEADER, Deferral, LockHeader
 from celery_redlock.tasks.execution.outcomes import put_back_if_early
 from celery_redlock.tasks.per_app import redlock_of, time_of_nodes
 from celery_redlock.tasks.settings.options import BUILT_IN, TaskLockOptions

@@ -31,13 +31,8 @@ from celery_redlock.lock.model.handoff import TURN
 from celery_redlock.lock.model.keys import lock_key, name_of_rate, votes_channel, waiting_key
 from celery_redlock.lock.platform.clock import Platform, SystemClock
 from celery_redlock.lock.transport import subscriber
-from celery_redlock.tasks.delivery.delivery import (
-    CLOCKS_DIFFER,
-    HEADER,
-    Deferral,
-    LockHeader,
-    utc_now,
-)
+from celery_redlock.tasks.delivery.delivery import utc_now
+from celery_redlock.tasks.delivery.header import CLOCKS_DIFFER, HEADER, Deferral, LockHeader
 from celery_redlock.tasks.per_app import redlock_of
 from celery_redlock.tasks.waiting.queues import QueueKey, WaitingTimes
 from celery_redlock.tasks.waiting.room import WaitingRoom, admit_received

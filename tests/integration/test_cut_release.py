@@ -15,6 +15,7 @@ from celery_redlock import LockedTask
 from celery_redlock.lock import lock as lock_module
 from celery_redlock.lock.engine import releaser
 from celery_redlock.lock.model import acquisition
+from celery_redlock.tasks.execution import end
 from celery_redlock.tasks.execution import run as run_module
 from celery_redlock.tasks.per_app import redlock_of
 from tests.conftest import FREED, PATIENCE, Nodes, eventually, keys_on, settle
@@ -22,7 +23,7 @@ from tests.contract.points import interrupt
 
 # what lies below is cut by `contract/test_cut_anywhere.py`
 CUT = tuple(
-    Path(module.__file__).name for module in (run_module, lock_module, acquisition, releaser)
+    Path(module.__file__).name for module in (end, run_module, lock_module, acquisition, releaser)
 )
 UNCOVERED = 2  # points of `release_after_run` before its `try`
 

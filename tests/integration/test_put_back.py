@@ -19,7 +19,8 @@ from billiard.pool import soft_timeout_sighandler
 from celery.app.task import Context
 from celery.exceptions import SoftTimeLimitExceeded
 
-from celery_redlock.tasks.delivery.delivery import Deferral, Delivery, LockHeader, utc_now
+from celery_redlock.tasks.delivery.delivery import Delivery, utc_now
+from celery_redlock.tasks.delivery.header import Deferral, LockHeader
 from celery_redlock.tasks.delivery.republish import republish
 from celery_redlock.testing import EmbeddedNode, hold
 from tests.conftest import Nodes, eventually

@@ -16,7 +16,8 @@ from celery.exceptions import TaskRevokedError
 
 from celery_redlock.label import RunId
 from celery_redlock.lock.model.keys import waiting_key
-from celery_redlock.tasks.delivery.delivery import HEADER, Deferral, LockHeader, utc_now
+from celery_redlock.tasks.delivery.delivery import utc_now
+from celery_redlock.tasks.delivery.header import HEADER, Deferral, LockHeader
 from celery_redlock.tasks.delivery.route import QUEUE as KEPT_QUEUE
 from celery_redlock.tasks.per_app import redlock_of
 from celery_redlock.tasks.unique.claim import ClaimToken

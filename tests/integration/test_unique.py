@@ -24,7 +24,7 @@ from kombu.exceptions import OperationalError
 
 from celery_redlock import DuplicateTask, LockedTask, QuorumUnreachable, SettingsError, send_unique
 from celery_redlock.lock.engine.session import Session
-from celery_redlock.tasks.delivery.delivery import CLOCKS_DIFFER
+from celery_redlock.tasks.delivery.header import CLOCKS_DIFFER
 from celery_redlock.tasks.per_app import redlock_of
 from celery_redlock.tasks.unique.claim import ClaimToken
 from tests import fork_server

@@ -14,8 +14,9 @@ from kombu.utils.json import dumps, loads
 from celery_redlock import LockedTask, SettingsError
 from celery_redlock.operate.lints import lint
 from celery_redlock.tasks.arguments import parameters_of
+from celery_redlock.tasks.settings.call import TaskCall
 from celery_redlock.tasks.settings.levels import read_app
-from celery_redlock.tasks.settings.task_config import TaskCall, TaskLockConfig, compile_config
+from celery_redlock.tasks.settings.task_config import TaskLockConfig, compile_config
 from celery_redlock.tasks.settings.templates import digest
 
 NODES = ["redis://a", "redis://b", "redis://c"]

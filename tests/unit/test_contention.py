@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from celery_redlock import Backoff, LockTaken, NotAcquired, QuorumUnreachable, SettingsError
 from celery_redlock.errors import abstention_cause
 from celery_redlock.tasks.arguments import parameters_of
-from celery_redlock.tasks.delivery.delivery import NEVER_DEFERRED, Deferral
+from celery_redlock.tasks.delivery.header import NEVER_DEFERRED, Deferral
 from celery_redlock.tasks.execution.deferral import (
     OF_REDELIVERIES,
     Contention,
@@ -22,9 +22,10 @@ from celery_redlock.tasks.execution.deferral import (
     decide,
     with_history,
 )
+from celery_redlock.tasks.settings.call import TaskCall
 from celery_redlock.tasks.settings.levels import read_app
 from celery_redlock.tasks.settings.options import TaskLockOptions
-from celery_redlock.tasks.settings.task_config import TaskCall, compile_config
+from celery_redlock.tasks.settings.task_config import compile_config
 
 TAKEN = LockTaken("stock:7", "the other", expires_in=9.0)
 AWAY = QuorumUnreachable("stock:7", ["a:1: refused"], 2)

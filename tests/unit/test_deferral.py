@@ -26,16 +26,13 @@ from celery_redlock.lock.platform.clock import SystemClock
 from celery_redlock.lock.validation import MOST_PERMITS
 from celery_redlock.signals import LockDeferredEvent
 from celery_redlock.tasks.delivery.delivery import (
-    CLOCKS_DIFFER,
-    NEVER_DEFERRED,
     RECEIVED,
-    Deferral,
     Delivery,
-    LockHeader,
     own_headers,
     received_at,
     utc_now,
 )
+from celery_redlock.tasks.delivery.header import CLOCKS_DIFFER, NEVER_DEFERRED, Deferral, LockHeader
 from celery_redlock.tasks.delivery.republish import NotRepublishedError, QueueGoneError, Requeue
 from celery_redlock.tasks.delivery.route import (
     Route,
@@ -44,12 +41,8 @@ from celery_redlock.tasks.delivery.route import (
     send_options,
     whole_seconds,
 )
-from celery_redlock.tasks.execution.outcomes import (
-    LONGEST_PAUSE,
-    Deferred,
-    pause_in_slot,
-    ran_since,
-)
+from celery_redlock.tasks.execution.completion_markers import ran_since
+from celery_redlock.tasks.execution.outcomes import LONGEST_PAUSE_IN_SLOT, Deferred, pause_in_slot
 from celery_redlock.tasks.per_app import redlock_of
 
 STRANGE: dict[str, dict[str, Any]] = {
@@ -465,7 +458,7 @@ def test_a_broker_that_is_away_is_asked_now_and_then_and_a_queue_that_is_gone_fo
     for _ in range(12):
         pauses.append(pause_in_slot(delivery, away, pauses[-1]))
     assert min(pauses) > 0
-    assert max(pauses) == LONGEST_PAUSE
+    assert max(pauses) == LONGEST_PAUSE_IN_SLOT
     gone = NotRepublishedError(LockHeader(), QueueGoneError("queue 'q' is gone"))
     pause = waited = 0.0
     while waited < 10.0:  # a worker that lost a queue declares it again within seconds

@@ -16,20 +16,17 @@ from freezegun import freeze_time
 from hypothesis import given
 from hypothesis import strategies as st
 
-from celery_redlock.tasks.delivery.delivery import (
+from celery_redlock.tasks.delivery.delivery import NAMED_AT, NESTED, RECEIVED, Delivery
+from celery_redlock.tasks.delivery.header import (
     CLOCKS_DIFFER,
-    NAMED_AT,
-    NESTED,
     NO_HEADER,
-    RECEIVED,
     Deferral,
-    Delivery,
     LockHeader,
     hop_of,
 )
 from celery_redlock.tasks.delivery.republish import own_properties, publish
 from celery_redlock.tasks.delivery.route import QUEUE, Route, whole_seconds
-from celery_redlock.tasks.execution.outcomes import completion_marker
+from celery_redlock.tasks.execution.completion_markers import completion_marker
 from celery_redlock.tasks.task import REQUEST
 from celery_redlock.tasks.worker_request import Request
 

@@ -26,8 +26,9 @@ from kombu.serialization import dumps, loads
 
 from celery_redlock import LockedTask, SettingsError
 from celery_redlock.tasks.arguments import parameters_of
+from celery_redlock.tasks.settings.call import TaskCall
 from celery_redlock.tasks.settings.levels import read_app
-from celery_redlock.tasks.settings.task_config import TaskCall, TaskLockConfig, compile_config
+from celery_redlock.tasks.settings.task_config import TaskLockConfig, compile_config
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "keys.md"
 SERIALIZERS = ["json", "pickle", "yaml", "msgpack"]

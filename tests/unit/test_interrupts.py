@@ -18,7 +18,8 @@ from celery_redlock import Lock, LockedTask, Redlock, signals
 from celery_redlock.lock.engine.releaser import Releaser
 from celery_redlock.lock.platform.threads import is_uninterruptible
 from celery_redlock.tasks.body import UNINTERRUPTIBLE_MODULES, MonitoredBody, running_bodies
-from celery_redlock.tasks.execution.run import LockedRun, end_run, release_after_run
+from celery_redlock.tasks.execution.end import end_run, release_after_run
+from celery_redlock.tasks.execution.run import LockedRun
 from celery_redlock.tasks.settings.task_config import TaskLockConfig
 from celery_redlock.tasks.unique.claim import Claim, ClaimToken, end_claim
 from celery_redlock.tasks.unique.rounds import ClaimRelease

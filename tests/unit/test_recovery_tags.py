@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kombu.utils.json import dumps, loads
 
 from celery_redlock import LockedTask
-from celery_redlock.tasks.delivery.delivery import HEADER
+from celery_redlock.tasks.delivery.header import HEADER
 from celery_redlock.tasks.recovery.tags import (
     MOST_MOVES,
     MOVES,

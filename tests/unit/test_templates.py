@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from celery_redlock.errors import ArgumentsError, SettingsError
 from celery_redlock.tasks.arguments import Parameters
+from celery_redlock.tasks.settings.call import TaskCall
 from celery_redlock.tasks.settings.levels import read_app
-from celery_redlock.tasks.settings.task_config import TaskCall, compile_config
+from celery_redlock.tasks.settings.task_config import compile_config
 from celery_redlock.tasks.settings.templates import digest, fill
 
 APP = read_app({"redlock_nodes": ["redis://a"]})

@@ -9,7 +9,7 @@ from celery.exceptions import Ignore, Reject, Retry
 
 from celery_redlock import LockLost
 from celery_redlock.tasks.delivery.republish import Requeue
-from celery_redlock.tasks.execution.run import is_completed
+from celery_redlock.tasks.execution.end import is_completed
 from celery_redlock.tasks.wrapping import wrap_hook
 
 

@@ -53,9 +53,13 @@ class Acquirer:
     """Runs acquire rounds."""
 
     def __init__(self, core: Core, releaser: Releaser, renewer: Renewer) -> None:
-        self.core, self._clock = core, core.clock
-        self._releaser, self._renewer = releaser, renewer
-        nodes, options, margin = core.nodes, core.options, MARGIN + core.clock.resolution
+        self.core = core
+        self._clock = core.clock
+        self._releaser = releaser
+        self._renewer = renewer
+        nodes = core.nodes
+        options = core.options
+        margin = MARGIN + core.clock.resolution
         is_guarded = options.guard.mode != "off"
         self._terms = len(nodes.all), nodes.quorum, options.clock_drift, margin, is_guarded
 
@@ -68,8 +72,10 @@ class Acquirer:
         AlreadyCompletedError, SupersededError, and SettingsError if two nodes turn out to be one
         server.
         """
-        core, clock = self.core, self._clock
-        acquisition, started = Acquisition(options, keys, hold.owner), clock.now()
+        core = self.core
+        clock = self._clock
+        acquisition = Acquisition(options, keys, hold.owner)
+        started = clock.now()
         hold.add(acquisition)  # before its request leaves, so that an exception releases it
         acquisition.splits = hold.splits
         failure = self._lock_keys(acquisition)
@@ -115,9 +121,11 @@ class Acquirer:
         A run that may be delivered again locks its own name first, if another delivery of it may
         hold other permits of all its keys, or hold them with other limits.
         """
-        marker, keys = acquisition.options.marker, acquisition.keys
+        marker = acquisition.options.marker
+        keys = acquisition.keys
         if marker is not None and (keys[0].limit > 1 or marker.is_redelivered):
-            prefix, ttl = self.core.options.prefix, acquisition.options.ttl
+            prefix = self.core.options.prefix
+            ttl = acquisition.options.ttl
             keys = [LockKey(prefix, f"run:{marker.run}", ttl), *keys]
         for key in keys:
             lock = self._lock_key if key.limit == 1 else self._lock_permit
@@ -128,16 +136,20 @@ class Acquirer:
 
     def _lock_key(self, acquisition: Acquisition, key: LockKey) -> Failure | None:
         """Run one round for one key."""
-        core, clock, options = self.core, self._clock, acquisition.options
+        core = self.core
+        clock = self._clock
+        options = acquisition.options
         lease = self.new_lease(options, key)
         acquisition.leases.append(lease)  # before the request leaves, so it gets released
         core.events.claiming(acquisition, lease)
         round_ = AcquireRound(lease, core.nodes.send_to, options.marker)
-        lease.sent, least = clock.now(), None
+        lease.sent = clock.now()
+        least = None
         if lease.fence is not None:
             least = lease.fence.proposed = proposal(clock.wall_us())
         request = core.requests.acquire(lease, options, least)
-        is_suffixed, is_dated = True, bool(least)
+        is_suffixed = True
+        is_dated = bool(least)
         return self._run(
             round_, Command(request, round_, GRANT, is_suffixed, is_dated), lease, acquisition
         )
@@ -146,8 +158,11 @@ class Acquirer:
         self, round_: AcquireRound, command: Command, lease: Lease, acquisition: Acquisition
     ) -> Failure | None:
         """Send the request of a round to all nodes, and wait until the round is decided."""
-        core, clock, sent = self.core, self._clock, lease.sent
-        nodes, guard = core.nodes, core.guard
+        core = self.core
+        clock = self._clock
+        sent = lease.sent
+        nodes = core.nodes
+        guard = core.guard
         nodes.broadcast(command, sent)
         longest = acquisition.options.ttl / ROUNDS_IN_TTL
         if round_.is_released:
@@ -155,7 +170,8 @@ class Acquirer:
         nodes.wait(round_, sent + min(nodes.timeout, longest))
         if not round_.decided:
             nodes.wait_for_connects(round_, sent, longest=longest)
-        time_is_up, round_.decided = not round_.decided, True
+        time_is_up = not round_.decided
+        round_.decided = True
         if guard.same_server is not None:
             core.check_distinct()
         if round_.completed:
@@ -208,7 +224,8 @@ class Acquirer:
         self, acquisition: Acquisition, key: LockKey, asked: int | None = None
     ) -> tuple[Failure | None, PermitRound]:
         """Ask all nodes for one permit; asked: for this one only."""
-        core, options = self.core, acquisition.options
+        core = self.core
+        options = acquisition.options
         limit = key.limit
         key = LockKey(core.options.prefix, key.resource, key.ttl, limit)  # it becomes a permit's
         lease = self.new_lease(options, key)
@@ -216,7 +233,8 @@ class Acquirer:
         core.events.claiming(acquisition, lease)
         first = random.randrange(limit)  # noqa: S311 - no secret
         request = functools.partial(core.requests.permit, lease, options.marker, first)
-        nodes, marker = core.nodes, options.marker
+        nodes = core.nodes
+        marker = options.marker
         round_ = PermitRound(lease, nodes.send_to, marker, request, asked)
         lease.sent = self._clock.now()
         return self._run(round_, round_.command(asked), lease, acquisition), round_
@@ -245,7 +263,8 @@ class Acquirer:
     def _take(
         self, acquisition: Acquisition, start: Start, asked: int | None, *, again: bool = False
     ) -> tuple[Failure | None, StartRound]:
-        core, first = self.core, random.randrange(start.key.limit)  # noqa: S311 - no secret
+        core = self.core
+        first = random.randrange(start.key.limit)  # noqa: S311 - no secret
 
         def request(permit: int | None, is_repeated: bool) -> bytes:
             return core.requests.take(start, first, permit, again=is_repeated)
@@ -262,7 +281,8 @@ class Acquirer:
         Each start counts from a moment before the nodes stored it, and the body must not begin
         later than the rate's slack after that. A start that is older is asked for once more.
         """
-        starts, sent = acquisition.starts, self._clock.now()
+        starts = acquisition.starts
+        sent = self._clock.now()
         for tries in range(TAKEN_AGAIN + 1):
             now = self._clock.now()
             if not acquisition.held(now):
@@ -280,7 +300,8 @@ class Acquirer:
                 failure, _ = self._take(acquisition, start, start.key.permit, again=True)
                 if failure is not None:
                     return failure
-        took, key = self._clock.now() - sent, late[0].key
+        took = self._clock.now() - sent
+        key = late[0].key
         cause = f"replies took {took:.3f} s, and a rate of {key.rate} needs them in {key.ttl:g} s"
         return QuorumUnreachable(key.resource, [cause], self.core.nodes.quorum)
 
@@ -304,8 +325,11 @@ class Acquirer:
     def _failed(
         self, round_: AcquireRound, lease: Lease, acquisition: Acquisition, *, time_is_up: bool
     ) -> Failure:
-        resource, nodes, tally = lease.key.resource, self.core.nodes, round_.tally
-        values, is_taken = round_.holders, tally.taken(time_is_up=time_is_up)
+        resource = lease.key.resource
+        nodes = self.core.nodes
+        tally = round_.tally
+        values = round_.holders
+        is_taken = tally.taken(time_is_up=time_is_up)
         if not isinstance(lease, Start):  # nobody holds a start
             for node, other in round_.held_by.items():
                 self.core.guard.learn_time(node, other.wall, lease.sent)
@@ -325,7 +349,8 @@ class Acquirer:
 
     def confirm_fencing_token(self, acquisitions: Sequence[Acquisition]) -> Failure | None:
         """Have the keys' common token confirmed for each: later holders of one get a larger one."""
-        core, token = self.core, max(one.fencing_token for one in acquisitions)
+        core = self.core
+        token = max(one.fencing_token for one in acquisitions)
         for lease in chain.from_iterable(one.leases for one in acquisitions):
             until = self._clock.now() + core.nodes.timeout
             causes = self._renewer.confirm_fencing_token(lease, token, until)

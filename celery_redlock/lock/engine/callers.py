@@ -31,9 +31,12 @@ class Caller:
                  "was_first")  # fmt: skip
 
     def __init__(self, name: str, limit: int | Rate, since: float) -> None:
-        self.name, self.limit, self.since = name, limit, since
+        self.name = name
+        self.limit = limit
+        self.since = since
         self.step: Step | None = None
-        self.due, self.looked_at = math.inf, -math.inf
+        self.due = math.inf
+        self.looked_at = -math.inf
         self.decided = self.was_first = False
         self.wake: Callable[[], None] | None = None
 
@@ -51,7 +54,8 @@ class Caller:
         as releases follow each other faster than turns.
         """
         if due < self.due:
-            self.step, self.due = step, due
+            self.step = step
+            self.due = due
             self.wake_up()
 
     def take_step(self, now: float) -> Step | None:
@@ -59,7 +63,8 @@ class Caller:
         if self.due > now:
             return None
         self.due = math.inf  # first: a step that comes now is for the next time
-        step, self.step = self.step, None
+        step = self.step
+        self.step = None
         return step
 
 
@@ -124,7 +129,8 @@ class Callers:
     def move(self, caller: Caller, name: str, limit: int | Rate) -> None:
         """Let a caller wait for something else, which has refused it."""
         self.leave(caller)
-        caller.name, caller.limit = name, limit
+        caller.name = name
+        caller.limit = limit
         self.join(caller)
 
     def pass_over(self, caller: Caller) -> None:
@@ -133,7 +139,8 @@ class Callers:
         Also if it waits below a signal handler that waits for the same lock.
         """
         line = self._lines.get(caller.name, {})
-        if line.pop(id(caller), None) is not None:
+        passed = line.pop(id(caller), None)
+        if passed is not None:
             self._add(caller)
 
     def line(self, resource: str) -> list[Caller]:

@@ -42,7 +42,9 @@ class Core:
         run_maintenance: Callable[[], float],
     ) -> None:
         self._level = type(client).__name__
-        self.options, self.platform, self.clock = options, platform, platform.clock
+        self.options = options
+        self.platform = platform
+        self.clock = platform.clock
         self.requests = Requests(options.prefix, options.clock_drift)
         servers = sorted(address.server for address in addresses)
         text = encoded("\n".join((options.prefix, *servers)))

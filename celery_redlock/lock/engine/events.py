@@ -100,8 +100,10 @@ class Events:
     tells_of_new_nodes = True
 
     def __init__(self, client: Any, identity: bytes, clock: Clock, watchdog: Watchdog) -> None:
-        self._client, self._identity = ref(client), identity
-        self._clock, self._watchdog = clock, watchdog
+        self._client = ref(client)
+        self._identity = identity
+        self._clock = clock
+        self._watchdog = watchdog
         self.forget()
 
     def forget(self) -> None:
@@ -117,7 +119,8 @@ class Events:
         if self.journal is not None:
             self.journal.held(acquisition)
         if self.wants(LockAcquiredEvent):
-            ttl, token = acquisition.options.ttl, acquisition.fencing_token
+            ttl = acquisition.options.ttl
+            token = acquisition.fencing_token
             self._send(acquisition, LockAcquiredEvent(acquisition.resource, ttl, token))
 
     def released(self, acquisition: Acquisition, by: str = "holder") -> None:
@@ -158,7 +161,8 @@ class Events:
             return
         self._watchdog.unwatch(acquisition)
         extra = {"event": "lock_lost", "resource": acquisition.resource, "reason": reason}
-        text, see = "lost %r: %s. See %s", anchors.LOCK_LOST
+        text = "lost %r: %s. See %s"
+        see = anchors.LOCK_LOST
         logger.error(text, acquisition.resource, reason, see, extra=extra)
         self.on_loss()  # first: a receiver may take its time
         with self.sending:
@@ -167,14 +171,16 @@ class Events:
             self._call_back(acquisition, reason)
 
     def _call_back(self, acquisition: Acquisition, reason: str) -> None:
-        on_lost, resource = acquisition.options.on_lost, acquisition.resource
+        on_lost = acquisition.options.on_lost
+        resource = acquisition.resource
         if on_lost is None:
             return
         try:
             on_lost(LockLost(resource, reason))
         except Exception:
             extra = {"event": "on_lost_failed", "resource": resource}
-            text, see = "on_lost of %r has raised. See %s", anchors.LOCK_LOST
+            text = "on_lost of %r has raised. See %s"
+            see = anchors.LOCK_LOST
             logger.exception(text, resource, see, extra=extra)
 
     def lost_soon(self, acquisition: Acquisition, reason: str) -> None:
@@ -195,7 +201,8 @@ class Events:
             record = NodeRecoveredEvent(name)
         else:
             extra = {"event": "node_failed", "node": name}
-            text, see = "node %s gives no vote: %s. See %s", anchors.NODE_FAILS
+            text = "node %s gives no vote: %s. See %s"
+            see = anchors.NODE_FAILS
             logger.error(text, name, with_hint(error.cause), see, extra=extra)
             record = NodeFailedEvent(name, error.cause)
         with self.sending:
@@ -226,5 +233,6 @@ class Events:
             self._log("messages_refused", logging.WARNING, text, node, anchors.NODE_FAILS)
 
     def _log(self, event: str, level: int, text: str, node: Node, see: str) -> None:
-        extra, line = {"event": event, "node": node.name}, "node %s %s. See %s"
+        extra = {"event": event, "node": node.name}
+        line = "node %s %s. See %s"
         self._watchdog.call_soon(logger.log, level, line, node.name, text, see, extra=extra)

@@ -71,8 +71,10 @@ class Inbox:
         channels: Callable[[], set[str]] = set,
         on_other: OnMessage | None = None,
     ) -> None:
-        self._core, self._line = core, line
-        self._others, self._on_other = channels, on_other
+        self._core = core
+        self._line = line
+        self._others = channels
+        self._on_other = on_other
         token = core.platform.new_token()
         self.name = f"{host or socket.gethostname()}:{os.getpid()}:{token[:8]}"
         self.channel = inbox_channel(core.options.prefix, self.name)
@@ -91,7 +93,8 @@ class Inbox:
 
         anew: also if they knew it, as another process may have taken this one for dead.
         """
-        since, known = self._line.since(resource), self._registered.get(resource)
+        since = self._line.since(resource)
+        known = self._registered.get(resource)
         if since is None:
             if known is not None:
                 self._unregister(resource)
@@ -138,7 +141,8 @@ class Inbox:
             self._line.on_listening()
 
     def _write(self, request: bytes, script: Any = None, node: int | None = None) -> None:
-        nodes, command = self._core.nodes, Command(request, IGNORE_REPLY, script)
+        nodes = self._core.nodes
+        command = Command(request, IGNORE_REPLY, script)
         now = self._core.clock.now()
         if node is None:
             nodes.broadcast(command, now)
@@ -217,7 +221,8 @@ class Inbox:
         """Send a question; return it, and until when replies count."""
         nodes = self._core.nodes
         request = self._register(resource, since, limit, passed)
-        round_, now = PlaceRound(len(nodes.all)), self._core.clock.now()
+        round_ = PlaceRound(len(nodes.all))
+        now = self._core.clock.now()
         nodes.broadcast(Command(request, round_, REGISTER), now)
         self._undo_if_left(resource)
         # also a reply that nobody waits for is read: the server may have forgotten the script

@@ -17,7 +17,9 @@ from celery_redlock.lock.model.votes import ABSTAINED, GRANTED, REFUSED, Vote
 from celery_redlock.lock.server.requests import PERMIT
 from celery_redlock.lock.transport.command import Command, Script, UnexpectedReplyError, text_of
 
-_GRANT, _REFUSAL = (int, int, bytes), (*REFUSAL, bytes)  # kinds of replies of lua/permit.lua
+# kinds of replies of lua/permit.lua
+_GRANT = (int, int, bytes)
+_REFUSAL = (*REFUSAL, bytes)
 
 
 class PermitRound(AcquireRound):
@@ -43,7 +45,9 @@ class PermitRound(AcquireRound):
         asked: int | None = None,
     ) -> None:
         super().__init__(lease, resend, marker)
-        self._is_plain, self._request, self.asked = False, request, asked
+        self._is_plain = False
+        self._request = request
+        self.asked = asked
         self._chosen: int | None = None  # the permit that a quorum has granted
         self._offers: dict[int, tuple[int, float, str]] = {}  # by node: its permit, sent, run id
         self._moved: set[int] = set()  # nodes that were asked for another permit than they gave
@@ -60,7 +64,8 @@ class PermitRound(AcquireRound):
             self.decide()
             return
         if vote is GRANTED:
-            self._offers[node], self.views[node] = (reply[1], sent, run_id), text_of(reply[2])
+            self._offers[node] = (reply[1], sent, run_id)
+            self.views[node] = text_of(reply[2])
         if not self.decided:
             self._count(node, vote)
         elif self._chosen is not None and vote is GRANTED:
@@ -92,7 +97,8 @@ class PermitRound(AcquireRound):
 
         It counts all of them each time, as an exception may have cut the count of an earlier one.
         """
-        tally, permits = self.tally, [permit for permit, _, _ in self._offers.values()]
+        tally = self.tally
+        permits = [permit for permit, _, _ in self._offers.values()]
         best = max(permits, key=permits.count, default=0)
         granted = permits.count(best)
         voted = self._voted
@@ -107,7 +113,8 @@ class PermitRound(AcquireRound):
                 self._settle_on(self._chosen, other)
         # after that: who sees a quorum here begins the lease
         tally.granted = granted if self._chosen is not None else min(granted, tally.quorum - 1)
-        tally.refused, tally.withheld = len(voted) - tally.granted, len(withheld)
+        tally.refused = len(voted) - tally.granted
+        tally.withheld = len(withheld)
         if tally.reached or not due or (tally.impossible and self._is_known(due)):
             self.decide()
 

@@ -105,9 +105,13 @@ class StartNote:
         clock: Clock,
         outbox: Outbox,
     ) -> None:
-        self._request, self._script, self._made_at = request, script, clock.now()
+        self._request = request
+        self._script = script
+        self._made_at = clock.now()
         self._never_asked = never_asked
-        self._clock, self._outbox, self.until = clock, outbox, self._made_at + longest
+        self._clock = clock
+        self._outbox = outbox
+        self.until = self._made_at + longest
 
     def command(self) -> Command:
         return Command(self._request(), self, self._script)
@@ -126,7 +130,8 @@ class StartNote:
 
 # Seconds for which a node that is away is told of a start, and of one that is taken back. The first
 # is for each start of that time, the second only for those that a broken connection left.
-NOTED_FOR, CANCELLED_FOR = 60.0, 3600.0
+NOTED_FOR = 60.0
+CANCELLED_FOR = 3600.0
 REPEATED_AFTER = (0.25, 1.0, 4.0)  # seconds after which an orphan is released once more
 
 
@@ -134,7 +139,8 @@ class Releaser:
     """Releases acquisitions of one `Redlock`, even if exceptions interrupt their owners."""
 
     def __init__(self, core: Core) -> None:
-        self.core, self.outbox = core, Outbox(core.nodes)
+        self.core = core
+        self.outbox = Outbox(core.nodes)
         self._unwritten: dict[int, KeyRelease] = {}
         self._late_grants: dict[str, KeyRelease] = {}  # by value: its grant may still run later
         self._orphans: list[tuple[float, Acquisition]] = []  # monotonic seconds of the repetition
@@ -204,7 +210,8 @@ class Releaser:
         longest: float,
         never_asked: Collection[int] = (),
     ) -> None:
-        core, now = self.core, self.core.clock.now()
+        core = self.core
+        now = self.core.clock.now()
         note = StartNote(request, script, longest, never_asked, core.clock, self.outbox)
         for node in nodes:
             core.nodes.send_to(node, note.command())
@@ -336,8 +343,11 @@ class KeyRelease:
     def __init__(
         self, releaser: Releaser, acquisition: Acquisition, lease: Lease, publish: bool
     ) -> None:
-        self._releaser, self._core = releaser, releaser.core
-        self.acquisition, self.lease, self._publish = acquisition, lease, publish
+        self._releaser = releaser
+        self._core = releaser.core
+        self.acquisition = acquisition
+        self.lease = lease
+        self._publish = publish
         self.made_at = self._core.clock.now()
         self.until = self.made_at + DELIVERED_FOR * acquisition.options.ttl
         self._ended_at = acquisition.ended_at
@@ -350,7 +360,8 @@ class KeyRelease:
 
     def command(self) -> Command:
         """Return the command to send. Not kept, because it refers to this object."""
-        core, marker = self._core, self.acquisition.options.marker
+        core = self._core
+        marker = self.acquisition.options.marker
         ended_for = None if self._ended_at is None else core.clock.now() - self._ended_at
         request = core.requests.release(self.lease, marker, ended_for, publish=self._publish)
         return Command(request, self, RELEASE)
@@ -373,7 +384,8 @@ class KeyRelease:
 
     def _check_loss(self, node: int, run_id: str) -> None:
         """Report a loss if fewer than a quorum of nodes kept the lock until its release."""
-        nodes, end = self._core.nodes, self._ends[node]
+        nodes = self._core.nodes
+        end = self._ends[node]
         if end > self.made_at:
             keeps = self.lease.keeps_its_promise(node, run_id)
             if keeps or end <= self._core.clock.now():

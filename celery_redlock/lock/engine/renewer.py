@@ -28,7 +28,9 @@ class Renewer:
     """Renews acquisitions, of which it releases abandoned ones, and confirms fencing tokens."""
 
     def __init__(self, core: Core, releaser: Releaser) -> None:
-        self._core, self._clock, self._releaser = core, core.clock, releaser
+        self._core = core
+        self._clock = core.clock
+        self._releaser = releaser
 
     def renew(self, acquisitions: Sequence[Acquisition], *, native: bool = False) -> list[str]:
         """Renew in one batch for each node, and wait. If no quorum confirmed all, return why.
@@ -36,9 +38,11 @@ class Renewer:
         native: called in a thread of the watchdog. Returns one text for each node that failed.
         """
         kept = [one for one in acquisitions if not self._releaser.release_if_abandoned(one)]
-        core, sent = self._core, self._clock.now()
+        core = self._core
+        sent = self._clock.now()
         renewed = [one for one in kept if one.begin_renewal(sent)]
-        group, rounds = RoundGroup(), []
+        group = RoundGroup()
+        rounds = []
         entries: list[list[Entry]] = [[] for _ in core.nodes.all]
         for leases, owners, lacking in _in_parts(renewed, sent):
             on_missing = functools.partial(self._on_missing, owners)
@@ -87,10 +91,12 @@ class Renewer:
         fence = lease.fence
         if fence is None:
             return None
-        before, causes = fence.token, list[str]()
+        before = fence.token
+        causes = list[str]()
         fence.choose(token)
         if not fence.usable:
-            nodes, clock = self._core.nodes, self._clock
+            nodes = self._core.nodes
+            clock = self._clock
             round_ = RenewRound([lease], clock, lambda number: None)
             request = self._core.requests.renew([lease])
             nodes.broadcast(Command(request, round_, RENEW), clock.now())
@@ -116,6 +122,7 @@ def _in_parts(acquisitions: Sequence[Acquisition], now: float) -> Iterator[Part]
             owners.append(acquisition)
             if len(leases) == RENEWED_AT_ONCE:
                 yield leases, owners, ()
-                leases, owners = [], []
+                leases = []
+                owners = []
     if leases:
         yield leases, owners, ()

@@ -29,7 +29,9 @@ from celery_redlock.lock.transport.command import Command, Round, UnexpectedRepl
 from celery_redlock.lock.transport.node import Node
 
 KEY_GONE = "its key is gone or another client's"
-REFUSAL, NUMBERS = (int, int, bytes, int), (int, int)  # kinds of replies of lua/grant.lua
+# kinds of replies of lua/grant.lua
+REFUSAL = (int, int, bytes, int)
+NUMBERS = (int, int)
 
 
 class AcquireRound(Round):
@@ -54,8 +56,10 @@ class AcquireRound(Round):
         resend: Callable[[int, Command, float | None], None],
         marker: CompletionMarker | None = None,
     ) -> None:
-        self.decided, self.wake = False, None
-        self._lease, self._resend = lease, resend
+        self.decided = False
+        self.wake = None
+        self._lease = lease
+        self._resend = resend
         self._marker = marker if marker is not None and marker.asks_since is not None else None
         self._is_plain = lease.fence is None and self._marker is None
         self.completed = self.superseded = False
@@ -92,7 +96,8 @@ class AcquireRound(Round):
         bit = 1 << node
         if self._due & bit:
             self._due ^= bit
-            if self.tally.add(vote):
+            is_decided = self.tally.add(vote)
+            if is_decided:
                 fence = self._lease.fence
                 lacks_counters = fence is not None and self.tally.reached and not fence.has_quorum
                 if not lacks_counters or not self._due:  # else the nodes that are due decide
@@ -119,7 +124,8 @@ class AcquireRound(Round):
         """Return a vote and the items of a reply of lua/grant.lua; raises UnexpectedReplyError."""
         words: list[Any] = reply if type(reply) is list else []
         kinds = tuple(map(type, words))
-        asks, has_token = self._marker is not None, self._lease.fence is not None
+        asks = self._marker is not None
+        has_token = self._lease.fence is not None
         if asks:
             kinds = kinds[:-1] if kinds[-1:] == (int,) else ()
         if kinds == REFUSAL and words[0] == 0:
@@ -212,8 +218,11 @@ class RenewRound(Round):
     def __init__(
         self, leases: Sequence[Lease], clock: Clock, on_missing: Callable[[int], object]
     ) -> None:
-        self.decided, self.wake = False, None
-        self._leases, self._on_missing, self._clock = leases, on_missing, clock
+        self.decided = False
+        self.wake = None
+        self._leases = leases
+        self._on_missing = on_missing
+        self._clock = clock
         self.errors: dict[int, NodeError] = {}
         self._renewed = 0  # nodes that replied without an error, as bits
         self._doubted: dict[int, int] = {}  # by number of a key: how many of these did not renew it
@@ -231,7 +240,8 @@ class RenewRound(Round):
     def unconfirmed(self) -> list[int]:
         if self._all_confirmed:
             return []
-        doubted, enough = self._doubted, self._renewed.bit_count() - self._quorum
+        doubted = self._doubted
+        enough = self._renewed.bit_count() - self._quorum
         return [i for i in range(len(self._leases)) if doubted.get(i, 0) > enough]
 
     @property
@@ -265,7 +275,8 @@ class RenewRound(Round):
                 raise UnexpectedReplyError(reply)
 
     def _on_unconfirmed(self, number: int, node: int, sent: float, word: Any, run_id: str) -> None:
-        one, now = self._leases[number], self._clock.now()
+        one = self._leases[number]
+        now = self._clock.now()
         if type(word) is list and one.renewed(node, sent, now, run_id):
             # above LAST_TOKEN another program has changed the counter
             if one.fence is not None and word[1] <= LAST_TOKEN:
@@ -309,7 +320,8 @@ class PlaceRound(Round):
 
     def __init__(self, nodes: int) -> None:
         super().__init__()
-        self._quorum, self._due = quorum_of(nodes), set(range(nodes))
+        self._quorum = quorum_of(nodes)
+        self._due = set(range(nodes))
         self._places: dict[int, Place] = {}
 
     @property

@@ -87,7 +87,9 @@ class Session(Core):
 
     def deliver(self) -> None:
         """Give what the nodes are still owed, as releases, one node timeout, with a reconnect."""
-        clock, nodes, releaser = self.clock, self.nodes, self.releaser
+        clock = self.clock
+        nodes = self.nodes
+        releaser = self.releaser
         until = clock.now() + nodes.timeout
         for _ in range(LAST_ROUNDS):
             releaser.outbox.flush(clock.now())
@@ -145,7 +147,8 @@ class Session(Core):
 
     def _run_maintenance(self) -> float:
         """Read late replies and deliver pending commands; return when to run this again."""
-        now, timeout = self.clock.now(), self.options.node_timeout
+        now = self.clock.now()
+        timeout = self.options.node_timeout
         self.nodes.drain()
         self.releaser.run_maintenance(now)
         idle = min(IDLE, self.exchanged_every)

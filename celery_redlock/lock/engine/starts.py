@@ -30,7 +30,8 @@ class StartRound(PermitRound):
     """
 
     __slots__ = ("_is_repeated", "_take", "_young", "is_again")
-    script, is_released = TAKE, False
+    script = TAKE
+    is_released = False
 
     def __init__(
         self,
@@ -42,7 +43,8 @@ class StartRound(PermitRound):
         is_repeated: bool = False,
     ) -> None:
         super().__init__(start, resend, None, self._request_of, asked)
-        self._take, self._young = take, set[int]()
+        self._take = take
+        self._young = set[int]()
         self.is_again = self._is_repeated = is_repeated  # the latter also after an error
 
     def _request_of(self, permit: int | None) -> bytes:
@@ -77,7 +79,8 @@ class StartRound(PermitRound):
 
     def free(self) -> list[int]:
         """As for a lock; 0 for what an old node refuses, unless a quorum of old nodes has it."""
-        quorum, free = self.tally.quorum, super().free()
+        quorum = self.tally.quorum
+        free = super().free()
         for permit in range(len(free)):
             old = self._old_views(permit) if self._young else ""
             if "1" in old and old.count("0") < quorum:

@@ -47,8 +47,10 @@ class Watchdog:
         run_maintenance: Callable[[], float],
         check_deadline: Callable[[Acquisition, float], None],
     ) -> None:
-        self._platform, self._clock = platform, platform.clock
-        self._renew, self._run_maintenance = renew, run_maintenance
+        self._platform = platform
+        self._clock = platform.clock
+        self._renew = renew
+        self._run_maintenance = run_maintenance
         self._check_deadline = check_deadline
         self.forget()
 
@@ -141,9 +143,12 @@ class Watchdog:
         self._started = True
 
     def _run_renewals(self, threads: dict[str, object]) -> None:
-        if threads.setdefault("renewals", mine := object()) is not mine:
+        mine = object()
+        first = threads.setdefault("renewals", mine)
+        if first is not mine:
             return
-        timer, failures = self._renewals, 0
+        timer = self._renewals
+        failures = 0
         while not self._stopped and timer is self._renewals:
             now = self._clock.now()
             timer.begin_pass(now)
@@ -154,7 +159,8 @@ class Watchdog:
             except Exception as error:
                 # the thread must go on: otherwise every lock of the process would expire
                 text = "renewal failed; it is tried again in a moment. See %s"
-                extra, see = {"event": "renewal_failed"}, anchors.UNEXPECTED
+                extra = {"event": "renewal_failed"}
+                see = anchors.UNEXPECTED
                 self._call_safely(logger.exception, text, see, exc_info=error, extra=extra)
                 timer.sleep(AFTER_ERROR.compute(failures))
                 failures = min(failures + 1, 16)
@@ -180,7 +186,9 @@ class Watchdog:
         return min([one.renew_at for one in list(self._watched.values())], default=math.inf)
 
     def _run_deadlines(self, threads: dict[str, object]) -> None:
-        if threads.setdefault("deadlines", mine := object()) is not mine:
+        mine = object()
+        first = threads.setdefault("deadlines", mine)
+        if first is not mine:
             return
         timer = self._deadlines
         while not self._stopped and timer is self._deadlines:

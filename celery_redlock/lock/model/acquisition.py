@@ -53,7 +53,9 @@ class Acquisition:
                  "was_split")  # fmt: skip
 
     def __init__(self, options: LockOptions, keys: Sequence[LockKey], owner: Owner) -> None:
-        self.options, self.keys, self.owner = options, keys, owner
+        self.options = options
+        self.keys = keys
+        self.owner = owner
         self.number = next(_numbers)  # unique in this process
         self.leases: list[Lease] = []
         self.starts: list[Start] = []  # of its rates
@@ -156,7 +158,8 @@ class Acquisition:
             raise LockLost(resource, self.reason)
         own = self.options
         if own.limits:
-            of_own, wanted = own.limits.get(resource, 1), (options.limits or {}).get(resource, 1)
+            of_own = own.limits.get(resource, 1)
+            wanted = (options.limits or {}).get(resource, 1)
             if of_own > wanted:
                 hint = f"{self._held_here(resource)} as one of {of_own} permits, which excludes "
                 hint += "no other holder: nest it with the same limit"
@@ -177,7 +180,8 @@ class Acquisition:
         """When to check it next, because it may be at risk or lost then; inf if never."""
         if self._loss_told:
             return math.inf
-        soonest, all_held = math.inf, True
+        soonest = math.inf
+        all_held = True
         for lease in self.leases:
             if lease.state is LOST:
                 return -math.inf
@@ -199,7 +203,8 @@ class Acquisition:
 
     def mark_loss_told(self) -> bool:
         """Return True for the first call: that caller reports the loss."""
-        told, self._loss_told = self._loss_told, True
+        told = self._loss_told
+        self._loss_told = True
         return not told
 
     def mark_risk_told(self, now: float) -> bool:
@@ -213,7 +218,8 @@ class Acquisition:
 
     def plan_renewals(self, started: float) -> None:
         """Set the first renewal. started: monotonic seconds, before the first request."""
-        self.acquired_at, options = started, self.options
+        self.acquired_at = started
+        options = self.options
         if options.renew:
             longest = math.inf if options.max_hold is None else options.max_hold
             self._last_renewal = started + longest
@@ -266,9 +272,11 @@ class Hold:
     __slots__ = ("__weakref__", "acquisitions", "client", "end_wait", "owner", "splits", "took")
 
     def __init__(self, owner: Owner, client: object) -> None:
-        self.owner, self.client = owner, client
+        self.owner = owner
+        self.client = client
         self.acquisitions: list[Acquisition] = []
-        self.splits, self.took = 0, 0.0
+        self.splits = 0
+        self.took = 0.0
         self.end_wait: Callable[[], None] | None = None
 
     def pause_of_split(self) -> float | None:

@@ -19,7 +19,10 @@ LONGEST_UNCLEAR = 30.0  # seconds between two tries for a rate whose nodes do no
 MOST_TURNS = 10  # that one waits at a time for those before it, which may be stopped
 RELEASES = 4096  # remembered: a node may announce hundreds of releases before the next one's do
 # why one that waits may act; see LockHandedOffEvent. LOOK: it begins to wait, or to listen
-ACTED, LADDER, FALLBACK, LOOK = "acted", "ladder", "fallback", ""
+ACTED = "acted"
+LADDER = "ladder"
+FALLBACK = "fallback"
+LOOK = ""
 
 # bounded: anybody who may publish on a node can write such a message
 _NAMED = re.compile(r"(?P<rank>[0-9]{1,2}) (?P<release>[^ ]{0,100}) (?P<waiting>.*)", re.DOTALL)
@@ -36,7 +39,8 @@ class Named:
     @classmethod
     def parse(cls, message: str, prefix: str) -> Named | None:
         """Return a message of lua/announce.lua; None for any other text."""
-        found, beginning = _NAMED.fullmatch(message), waiting_key(prefix, "")
+        found = _NAMED.fullmatch(message)
+        beginning = waiting_key(prefix, "")
         if found is None or not found["waiting"].startswith(beginning):
             return None
         return cls(int(found["rank"]), found["release"], found["waiting"][len(beginning) :])

@@ -20,7 +20,9 @@ _VALUE = re.compile(
 # The name of those that wait for a start. A resource name with such a beginning gets one more "/".
 _OF_RATE = "rate/"
 _LOOKS_LIKE_A_RATE = re.compile(r"/*rate/")
-SENDING, SENT = "sending", "sent"  # the state of a send, as the value of its unique key names it
+# the state of a send, as the value of its unique key names it
+SENDING = "sending"
+SENT = "sent"
 _IS_A_PERMIT = re.compile(r"(.*)#([1-9][0-9]{0,8})", re.DOTALL)
 
 
@@ -144,10 +146,12 @@ def resources_of(name: str) -> tuple[str, ...]:
 
 def resource_of(prefix: str, key: str) -> tuple[str, int]:
     """Return the resource and the permit of a lock's key: the inverse of `lock_key`."""
-    name, permit = key.removeprefix(f"{{{prefix}}}:lock:"), 0
+    name = key.removeprefix(f"{{{prefix}}}:lock:")
+    permit = 0
     found = _IS_A_PERMIT.fullmatch(name)
     if found is not None:
-        name, permit = found[1], int(found[2])
+        name = found[1]
+        permit = int(found[2])
     if name.endswith("#") and _LOOKS_LIKE_A_PERMIT.search(name):
         name = name[:-1]
     return name, permit

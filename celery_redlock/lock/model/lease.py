@@ -74,8 +74,11 @@ class LockKey:
                  "resource", "ttl", "ttl_ms", "waiting")  # fmt: skip
 
     def __init__(self, prefix: str, resource: str, ttl: float, limit: int = 1) -> None:
-        self.resource, self.ttl, self.limit = resource, ttl, limit
-        self.permit, self._base = 0, lock_key(prefix, resource)
+        self.resource = resource
+        self.ttl = ttl
+        self.limit = limit
+        self.permit = 0
+        self._base = lock_key(prefix, resource)
         self.name = self._base
         self.base = self.packed_name = encode_text(self.name)
         self.packed_limit = _ONE if limit == 1 else encode_bulk(b"%d" % limit)
@@ -87,7 +90,8 @@ class LockKey:
 
         A second call has no effect: an exception may have cut the first one.
         """
-        self.permit, self.name = permit, f"{self._base}#{permit}" if permit else self._base
+        self.permit = permit
+        self.name = f"{self._base}#{permit}" if permit else self._base
         self.packed_name = encode_text(self.name)
 
 
@@ -189,9 +193,13 @@ class Lease:
         guarded: bool = False,
         fence: Fence | None = None,
     ) -> None:
-        self.key, self.value, self.fence = key, value, fence
-        self.quorum, self._guarded = quorum, guarded
-        self.ttl, self.margin = key.ttl, margin
+        self.key = key
+        self.value = value
+        self.fence = fence
+        self.quorum = quorum
+        self._guarded = guarded
+        self.ttl = key.ttl
+        self.margin = margin
         # seconds until the node may drop the key. Counted from before the first byte of its request
         # left, so the node's ttl cannot have begun earlier.
         # Source: redis.io "Distributed Locks with Redis", made exact for each node, not for a round
@@ -214,7 +222,8 @@ class Lease:
     def confirm(self, node: int, sent: float, run_id: str = "") -> None:
         """Count a node that granted a request sent at `sent`. run_id: of its server."""
         if self.state is ACQUIRING or self.state is HELD:
-            ends, end = self.ends, sent + self._span
+            ends = self.ends
+            end = sent + self._span
             self._runs[node] = run_id
             if end >= ends[node]:  # also equal: an exception may have cut the first call
                 ends[node] = end
@@ -232,7 +241,8 @@ class Lease:
         """
         if self.state is not HELD or (now >= self.valid_until - self.margin and self.expire(now)):
             return False
-        ends, end = self.ends, sent + self._span
+        ends = self.ends
+        end = sent + self._span
         self._runs[node] = run_id
         if self.reclaims:
             self.reclaims.pop(node, None)
@@ -351,7 +361,8 @@ class Lease:
     def lose(self, reason: str) -> None:
         """Mark it as lost with the others of its acquisition, for one reason."""
         if self.state is HELD or self.state is LOST:
-            self.state, self.reason = LOST, reason
+            self.state = LOST
+            self.reason = reason
 
     def end(self) -> bool:
         """End the lease, before a release is sent; return whether it was still held."""

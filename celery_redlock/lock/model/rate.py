@@ -16,10 +16,13 @@ from celery_redlock.lock.transport.command import encode_bulk, encode_text
 
 UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}  # seconds; Celery's, and a day
 MOST_STARTS = 1000  # a try looks at all of them
-SHORTEST_PERIOD, LONGEST_PERIOD = 1.0, 86_400.0  # seconds
+SHORTEST_PERIOD = 1.0  # seconds
+LONGEST_PERIOD = 86_400.0  # seconds
 _TEXT = re.compile(r"([0-9]{1,9})/(?:([smhd])|([0-9]{1,6}(?:\.[0-9]{1,6})?) ?s)")
 # of the period: by which a body may begin later than the first of its nodes has counted its start
-_SLACK, LEAST_SLACK, MOST_SLACK = 0.02, 0.01, 1.0
+_SLACK = 0.02
+LEAST_SLACK = 0.01
+MOST_SLACK = 1.0
 _ROUNDING = 0.004  # seconds: a node counts whole milliseconds, at both ends
 
 
@@ -85,8 +88,10 @@ class RateKey(LockKey):
     def __init__(self, prefix: str, resource: str, rate: Rate, drift: float) -> None:
         super().__init__(prefix, resource, rate.slack, rate.starts)
         taken, tokens = rate_keys(prefix, resource)
-        self.rate, self.name = rate, taken
-        self.base, self.packed_tokens = encode_text(taken), encode_text(tokens)
+        self.rate = rate
+        self.name = taken
+        self.base = encode_text(taken)
+        self.packed_tokens = encode_text(tokens)
         self.packed_rate = encode_text(str(rate))
         self.packed_kept = encode_bulk(b"%d" % rate.kept_ms(drift))
         self.waiting = encode_text(waiting_key(prefix, name_of_rate(resource)))

@@ -45,7 +45,8 @@ class Tally:
     __slots__ = ("granted", "nodes", "quorum", "refused", "withheld")
 
     def __init__(self, nodes: int, quorum: int) -> None:
-        self.nodes, self.quorum = nodes, quorum
+        self.nodes = nodes
+        self.quorum = quorum
         self.granted = self.refused = 0
         self.withheld = 0  # abstained or failed
 

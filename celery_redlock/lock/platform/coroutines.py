@@ -19,7 +19,9 @@ from typing import Any, Generic, Protocol, TypeVar
 from celery_redlock.lock.platform.clock import Platform
 from celery_redlock.lock.platform.threads import original
 
-FEW_THREADS, MOST_THREADS = 2, 32  # of one `Redlock`
+# of one `Redlock`
+FEW_THREADS = 2
+MOST_THREADS = 32
 SLOW = 0.005  # seconds: if fewer than one call ends in this time, threads mostly wait for nodes
 LINGER = 10.0  # seconds that an idle thread is kept
 T = TypeVar("T")
@@ -33,7 +35,8 @@ class ThreadPool:
     """
 
     def __init__(self, platform: Platform) -> None:
-        self._platform, self._clock = platform, platform.clock
+        self._platform = platform
+        self._clock = platform.clock
         self.forget()
 
     def forget(self) -> None:
@@ -113,7 +116,8 @@ class WorkItem(Generic[T]):
     """
 
     def __init__(self, do: Callable[[], T], tell: Callable[[], object]) -> None:
-        self._do, self._context = do, contextvars.copy_context()
+        self._do = do
+        self._context = contextvars.copy_context()
         self._tell = tell
         self._first: dict[None, str] = {}  # whether `run` or `skip` came first
         self._behind: deque[Callable[[], object]] = deque()
@@ -123,7 +127,8 @@ class WorkItem(Generic[T]):
 
     def run(self) -> None:
         """Make the call, unless `skip` came first."""
-        if self._first.setdefault(None, "run") != "run":
+        first = self._first.setdefault(None, "run")
+        if first != "run":
             return
         try:
             self._outcome.append(self._context.run(self._do))

@@ -302,7 +302,9 @@ def is_uninterruptible(code: CodeType) -> bool:
     return code in _codes
 
 
-PAUSE, PAUSES = 0.0001, 1000  # seconds, and how many, to wait until another thread's turn ends
+# A thread waits until another thread's turn ends.
+PAUSE = 0.0001  # seconds
+PAUSES = 1000
 
 
 class TryLock:
@@ -317,14 +319,17 @@ class TryLock:
     def __init__(
         self, get_ident: Callable[[], int] = get_ident, pause: Callable[[float], None] = pause
     ) -> None:
-        self._get_ident, self._pause = get_ident, pause
+        self._get_ident = get_ident
+        self._pause = pause
         self.taken: dict[None, list[int]] = {}  # empty, or the owner's own list
 
     def run(self, work: Callable[..., object], *arguments: object) -> bool:
         """Call a function in the turn. If another caller has the turn, return False at once."""
-        taken, mine = self.taken, [self._get_ident()]
+        taken = self.taken
+        mine = [self._get_ident()]
         try:
-            if taken.setdefault(None, mine) is not mine:  # atomic: only one caller takes the turn
+            owner = taken.setdefault(None, mine)  # atomic: only one caller takes the turn
+            if owner is not mine:
                 return False
             work(*arguments)
         finally:  # without a call, so that no asynchronous exception is raised here
@@ -365,7 +370,8 @@ class JobQueue:
     __slots__ = ("_wake", "lock", "pending")
 
     def __init__(self, lock: TryLock, wake: Callable[[], None]) -> None:
-        self.lock, self._wake = lock, wake
+        self.lock = lock
+        self._wake = wake
         self.pending: deque[Callable[[], object]] = deque()
 
     def do(self, job: Callable[[], object]) -> None:

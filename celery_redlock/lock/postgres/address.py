@@ -70,7 +70,8 @@ class PostgresDialled:
     """
 
     def __init__(self, pipeline: Pipeline, timeout: float) -> None:
-        self.pipeline, self.timeout = pipeline, timeout
+        self.pipeline = pipeline
+        self.timeout = timeout
         self.send_command("HELLO")
         greeting = self.read_response()
         facts = greeting if isinstance(greeting, list) else [greeting]
@@ -106,7 +107,8 @@ class PostgresDialled:
 
     def read_response(self) -> Any:
         """Return the next reply. Raises redis.ResponseError for an error reply."""
-        pipeline, end = self.pipeline, CLOCK.now() + self.timeout
+        pipeline = self.pipeline
+        end = CLOCK.now() + self.timeout
         try:
             while not pipeline.replies:
                 if not pipeline.exchange(end):
@@ -165,7 +167,8 @@ class PostgresAddress:
 
         There a message to itself arrives, and no later one.
         """
-        dialled, cause = None, ""
+        dialled = None
+        cause = ""
         try:
             dialled, cause = self._listener(timeout, node_timeout)
         except redis.RedisError as error:
@@ -226,7 +229,8 @@ class PostgresAddress:
 
         `listen_host` may name another server, and some servers bring only a connection's own.
         """
-        hearer, channel = PostgresPubSub(listener.pipeline), f"doctor:{uuid4()}"
+        hearer = PostgresPubSub(listener.pipeline)
+        channel = f"doctor:{uuid4()}"
         until = CLOCK.now() + HEARD_WITHIN
         with contextlib.suppress(OSError):
             hearer.send("SUBSCRIBE", channel)
@@ -320,7 +324,8 @@ def _resolved(options: dict[str, Any]) -> dict[str, Any]:
     if options.get("hostaddr") or any(host[:1] in ("", "/", "@") for host in hosts):
         return options
     ports = _ports_of(hosts, str(options.get("port") or ""))
-    found, error = [], None
+    found = []
+    error = None
     for host, port in zip(hosts, ports, strict=True):
         try:
             infos = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)

@@ -55,15 +55,18 @@ def _connection_of(cursor: Any, method: str, *, awaited: bool) -> Any:
     )
     found = cursor
     if hasattr(cursor, "get_bind"):  # SQLAlchemy's session
-        step, is_known = cursor.connection, cursor.get_bind().dialect.name == "postgresql"
+        step = cursor.connection
+        is_known = cursor.get_bind().dialect.name == "postgresql"
     elif hasattr(cursor, "exec_driver_sql"):  # SQLAlchemy's connection
-        step, is_known = cursor.exec_driver_sql, cursor.dialect.name == "postgresql"
+        step = cursor.exec_driver_sql
+        is_known = cursor.dialect.name == "postgresql"
     else:  # a new cursor of it has no rows that the body still reads, and no name on the server
         found = getattr(cursor, "connection", cursor)
         is_known = hasattr(found, "pgconn") or hasattr(found, "get_transaction_status")
         step = getattr(found, "commit", None)
     if is_known and inspect.iscoroutinefunction(step) is not awaited:
-        is_known, hint = False, f"give it to {'confirm_in' if awaited else 'confirm_in_async'}"
+        is_known = False
+        hint = f"give it to {'confirm_in' if awaited else 'confirm_in_async'}"
     if not is_known:
         kind = type(cursor)
         name = f"a {kind.__module__}.{kind.__qualname__}"

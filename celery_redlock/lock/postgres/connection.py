@@ -20,7 +20,9 @@ class PostgresConnection:
     is_tls = True  # as with TLS, reading and writing share one state: libpq's
 
     def __init__(self, pipeline: Pipeline, peer: Peer) -> None:
-        self._pipeline, self.peer, self.run_id = pipeline, peer, peer.run_id
+        self._pipeline = pipeline
+        self.peer = peer
+        self.run_id = peer.run_id
         self.poisoned = self._is_overdue = False
         self.discarded = ""
         self.opened_at = self.used_at = 0.0

@@ -48,7 +48,10 @@ _CALLS = {
 }
 _COMMAND = _SETTINGS + b"redlock.served_by($3),redlock.command($4),$2"
 _FIRST = _SETTINGS + b"redlock.run_id(),redlock.command($4),$2"
-_BYTEA, _BYTEA_ARRAY, _TEXT = 17, 1001, 25  # Source: pg_type.dat of PostgreSQL
+# Source: pg_type.dat of PostgreSQL
+_BYTEA = 17
+_BYTEA_ARRAY = 1001
+_TEXT = 25
 LOCK_TIMEOUT = 0.5  # of the node timeout: how long a call waits for a row before it costs its vote
 FOREIGN = "the reply to another call has come: a pooler mixes up its clients"
 COLUMNS = 5  # of a reply: two settings, the server's run id, what the function returns, its call
@@ -75,17 +78,20 @@ class Pipeline:
     """
 
     def __init__(self, connection: pq.abc.PGconn, timeout: float) -> None:
-        self.connection, self._timeout = connection, timeout
+        self.connection = connection
+        self._timeout = timeout
         self._lock_timeout = b"%d" % max(1, LOCK_TIMEOUT * timeout * 1000)
         self._bound = b"/*%d*/" % max(1, timeout * 1000)  # ms, for ENDWAITS in `schema.sql`
         self.is_pooled = False  # whether a pooler stands between
         self._isolates = False  # whether each call sets its isolation level: see `isolate_each`
-        self._requests, self._parser = hiredis.Reader(), hiredis.Reader()
+        self._requests = hiredis.Reader()
+        self._parser = hiredis.Reader()
         self._reply: Any = None  # of the call whose sync is still to come
         self._error = ""
         self._farewell = ""  # of a server that has ended the connection: why
         self._run_id: bytes | None = None  # of the server that sent the first reply
-        self._mark, self._number = os.urandom(MARK_BYTES).hex().encode(), 0
+        self._mark = os.urandom(MARK_BYTES).hex().encode()
+        self._number = 0
         self._expected: deque[bytes] = deque()  # of calls in flight, what their replies must name
         self.replies: deque[Any] = deque()
         connection.nonblocking = 1
@@ -106,7 +112,8 @@ class Pipeline:
         statement = _FIRST if self._run_id is None else _COMMAND
         values = [encoded_array(words)]
         if words[0] in (b"EVALSHA", b"EVAL") and words[1] in _CALLS:
-            statement, keys = _CALLS[words[1]], 3 + int(words[2])
+            statement = _CALLS[words[1]]
+            keys = 3 + int(words[2])
             values = [encoded_array(words[3:keys]), encoded_array(words[keys:])]
         elif words[0] == b"SCRIPT":
             values = [encoded_array([b"PING"])]  # the functions are there
@@ -236,8 +243,10 @@ class Pipeline:
         return False
 
     def _finish(self) -> Any:
-        reply, error = self._reply, self._error
-        self._reply, self._error = None, ""
+        reply = self._reply
+        error = self._error
+        self._reply = None
+        self._error = ""
         self._expected.popleft()
         if error:
             return hiredis.ReplyError(error)

@@ -25,7 +25,8 @@ class PostgresPubSub:
     """
 
     def __init__(self, pipeline: Pipeline, *, hears: bool = True) -> None:
-        self._pipeline, self._hears = pipeline, hears
+        self._pipeline = pipeline
+        self._hears = hears
         self._names: dict[bytes, bytes] = {}  # channels by their name in PostgreSQL
         self._left: list[Any] = []  # the replies to UNSUBSCRIBE
 
@@ -34,11 +35,13 @@ class PostgresPubSub:
 
     def send(self, *words: str) -> None:
         """Send SUBSCRIBE, UNSUBSCRIBE or PING. Raises OSError."""
-        verb, channel = words[0], encoded(words[1])
+        verb = words[0]
+        channel = encoded(words[1])
         if not self._hears:
             verb = "PING"
         elif verb == "PING":  # to itself, on a channel that it hears anyway
-            verb, channel = "ECHO", next(iter(self._names.values()), b"")
+            verb = "ECHO"
+            channel = next(iter(self._names.values()), b"")
         elif verb == "SUBSCRIBE":
             self._names[_name_of(channel)] = channel
         elif verb == "UNSUBSCRIBE":  # first: an ECHO on what is not heard would not come back
@@ -49,8 +52,10 @@ class PostgresPubSub:
 
     def receive(self) -> tuple[bool, list[Any]]:
         """Return whether a message has come, and the replies as of Redis. Raises OSError."""
-        pipeline, heard = self._pipeline, False
-        found, self._left = self._left, []
+        pipeline = self._pipeline
+        heard = False
+        found = self._left
+        self._left = []
         pipeline.flush()
         pipeline.receive()
         while pipeline.replies:
@@ -59,7 +64,8 @@ class PostgresPubSub:
                 raise OSError(str(reply))
             heard = not self._hears
         while (notice := pipeline.connection.notifies()) is not None:
-            channel, heard = self._names.get(notice.relname), True
+            channel = self._names.get(notice.relname)
+            heard = True
             if channel is not None and not notice.extra:
                 found.append([b"subscribe", channel, 1])
             elif channel is not None and notice.extra != ECHO:

@@ -98,7 +98,8 @@ def doubts_of(connection: Any, unheard: str = "") -> list[tuple[str, str, str]]:
     """
     with connection.transaction():
         connection.execute(_PATH)
-        row, version = connection.execute(_FACTS, [LONG]).fetchone(), schema_version(connection)
+        row = connection.execute(_FACTS, [LONG]).fetchone()
+        version = schema_version(connection)
     _, fsync, full_pages, isolation, timeout, idle, synchronous, streaming, *rest = row
     confirming, used, most, long_ones, sees_all, user = rest
     crash = "a crash may lose locks: set it to on"

@@ -97,7 +97,8 @@ def _mend_counters(nodes: Nodes, names: Collection[str], prefix: str) -> None:
     No holder's token counts on such a node, and each token is on one node of that quorum. So tokens
     still grow. Without such a quorum nothing is set.
     """
-    name, fence = encoded(fence_key(prefix)), Fence(nodes.quorum)
+    name = encoded(fence_key(prefix))
+    fence = Fence(nodes.quorum)
     fence.proposed = proposal(nodes.clock.wall_us())
 
     def ask(connection: Any, *words: str) -> int:
@@ -117,7 +118,8 @@ def names_on(connection: Any, beginning: str) -> Iterator[Any]:
 
     Scans the database in parts, so that no other client waits.
     """
-    cursor, pattern = b"0", encoded(f"{pattern_of(beginning)}*")
+    cursor = b"0"
+    pattern = encoded(f"{pattern_of(beginning)}*")
     while True:
         reply = reply_of(connection, "SCAN", cursor, "MATCH", pattern, "COUNT", "1000")
         cursor, names = read_list(reply, 2)

@@ -143,7 +143,9 @@ def causes_of(
 
     errors, abstaining: by node index. voted: if given, the time is up for all other nodes.
     """
-    errors, abstaining, causes = errors or {}, abstaining or {}, []
+    errors = errors or {}
+    abstaining = abstaining or {}
+    causes = []
     for node in nodes:
         error = errors.get(node.index) or node.error
         if node.index in abstaining:

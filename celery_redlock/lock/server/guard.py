@@ -21,13 +21,7 @@ from celery_redlock.lock.server.error_hints import hint_of, is_of_a_replica, str
 from celery_redlock.lock.server.handshake import ServerInfo, Tenure, Tenures, handshake, tenures_of
 from celery_redlock.lock.server.requests import GUARD
 from celery_redlock.lock.transport.address import Address
-from celery_redlock.lock.transport.command import (
-    TIME,
-    Command,
-    IgnoreReply,
-    Question,
-    read_list,
-)
+from celery_redlock.lock.transport.command import TIME, Command, IgnoreReply, Question, read_list
 from celery_redlock.lock.transport.connection import Connection
 from celery_redlock.lock.transport.node import BUSY, Gate, Node
 from celery_redlock.lock.transport.nodes import Nodes
@@ -57,8 +51,11 @@ class RestartGuard:
         connected: Callable[[Node, ServerInfo], None],
         replaced: Callable[[int], None],
     ) -> None:
-        self._options, self._clock = options, platform.clock
-        self._changed, self._connected, self._replaced = changed, connected, replaced
+        self._options = options
+        self._clock = platform.clock
+        self._changed = changed
+        self._connected = connected
+        self._replaced = replaced
         servers = [address.server for address in addresses]
         self._tenures = Tenures(
             options.prefix, servers, lambda node: self.nodes.all[node].error is not None
@@ -117,7 +114,8 @@ class RestartGuard:
         By the own wall clock if that agrees, so that the processes of a machine have one order; or
         if no node is known.
         """
-        known, own = sorted(self._ahead.copy().values()), self._clock.wall_us() / 1e6
+        known = sorted(self._ahead.copy().values())
+        own = self._clock.wall_us() / 1e6
         if not known:
             return own
         wall = self._clock.now() + known[(len(known) - 1) // 2]
@@ -159,7 +157,8 @@ class RestartGuard:
 
     def _is_news(self, node: int, text: str, *, at_connect: bool = False) -> bool:
         """Return whether no error with the same hint came lately: texts vary, as by a digest."""
-        refusal, now = (node, at_connect, hint_of(text) or text), self._clock.now()
+        refusal = (node, at_connect, hint_of(text) or text)
+        now = self._clock.now()
         for one, at in self._refusals.copy().items():
             if now - at > FORGOTTEN_AFTER:
                 self._refusals.pop(one, None)
@@ -219,7 +218,8 @@ class RestartGuard:
             is_told = server.tenure is None or not has_news
             if is_told and (every is None or now - server.sent_at <= every):
                 continue
-            server.sent_tenures, server.sent_at = told, now
+            server.sent_tenures = told
+            server.sent_at = now
             request = GUARD.call(self._tenures.keys(node.index), *server.arguments, *told)
             learn = functools.partial(self._on_tenures, node.index, server)
             command = Command(request, Question([node.index], learn), GUARD)
@@ -235,7 +235,8 @@ class RestartGuard:
         if other != index and self.nodes.all[other].run_id not in ("", run_id):
             other = self._servers[run_id] = index  # the other node has another server by now
         if other != index:
-            name, first = self.nodes.all[index].name, self.nodes.all[other].name
+            name = self.nodes.all[index].name
+            first = self.nodes.all[other].name
             self.same_server = (first, name)
             raise NodeError(name, f"is the same server as {first}")
         if self.same_server is not None and self.nodes.all[index].name in self.same_server:

@@ -83,7 +83,8 @@ class Tenures:
     def __init__(
         self, prefix: str, servers: Sequence[str], is_failing: Callable[[int], bool]
     ) -> None:
-        self._prefix, self._is_failing = prefix, is_failing
+        self._prefix = prefix
+        self._is_failing = is_failing
         self._records = [tenure_key(prefix, noted_address(server)) for server in servers]
         nodes = len(servers)
         self._quorum = quorum_of(nodes)
@@ -124,7 +125,8 @@ class Tenures:
         A node abstains if it is told of a newer server. So a doubt is told once each node has been
         heard: until then the doubts may turn out to be too many.
         """
-        own, doubted = self._certain(node), self._doubted()
+        own = self._certain(node)
+        doubted = self._doubted()
         unheard = (other for other, tenure in enumerate(self._own) if tenure is None)
         if node in doubted and self._counts(doubted) and all(map(self._is_failing, unheard)):
             own = self.newest_note(node)
@@ -148,7 +150,8 @@ class Tenures:
         return next(iter(self._notes_of(node)), None)
 
     def _certain(self, node: int) -> Tenure | None:
-        own, notes = self._own[node], self._notes_of(node)
+        own = self._own[node]
+        notes = self._notes_of(node)
         agreed = notes[self._quorum - 1] if len(notes) >= self._quorum else None
         return agreed if agreed and (own is None or agreed.since > own.since) else own
 
@@ -218,7 +221,8 @@ def handshake(connection: Any, guard: Guard, tenures: Tenures, node: int) -> Ser
     )
     if guard.mode == "off":
         return info
-    keys, told = tenures.keys(node), tenures.told(node)
+    keys = tenures.keys(node)
+    told = tenures.told(node)
     script = "EVAL", GUARD.source, str(len(keys)), *map(encoded, keys)
     try:
         connection.send_command(*script, *arguments, *told)

@@ -42,7 +42,8 @@ REGISTER = load_script("register", "vote", "permits", "starts")
 TAKE = load_script("take", "vote", "tenure", "starts")
 CANCEL = load_script("cancel", "vote", "announce", "starts")
 RECORD = load_script("record", "vote", "starts")
-RELEASE, BREAK = load_script("release", "announce", "permits"), load_script("break", "announce")
+RELEASE = load_script("release", "announce", "permits")
+BREAK = load_script("break", "announce")
 GUARD, TRUST = (load_script(name, "tenure") for name in ("guard", "trust"))
 RENEW, FENCE = map(load_script, ("renew", "fence"))
 SCRIPTS = (
@@ -62,7 +63,8 @@ class Requests:
     """The requests for keys under one prefix. drift: the fraction by which clocks may differ."""
 
     def __init__(self, prefix: str, drift: float) -> None:
-        self._prefix, self._drift = prefix, drift
+        self._prefix = prefix
+        self._drift = drift
         self._fence = encode_text(fence_key(prefix))
         names = b"".join((*map(encode_text, guard_keys(prefix)), self._fence)).replace(b"%", b"%%")
         inbox = encode_text(inbox_channel(prefix, "")).replace(b"%", b"%%")
@@ -72,13 +74,17 @@ class Requests:
         self._permit = b"*13\r\n" + PERMIT.by_digest + b"$1\r\n3\r\n%b" + guards + b"%b" * 5
         self._permit_asking = b"*14\r\n" + PERMIT.by_digest + b"$1\r\n4\r\n%b" + guards + b"%b" * 6
         release = b"*8\r\n" + RELEASE.by_digest + b"$1\r\n2\r\n%b%b%b"
-        self._release, self._release_quietly = release + inbox + b"%b", release + _NOTHING + b"%b"
+        self._release = release + inbox + b"%b"
+        self._release_quietly = release + _NOTHING + b"%b"
         last = b"*11\r\n" + RELEASE.by_digest + b"$1\r\n3\r\n%b%b%b%b"
-        self._last, self._last_quietly = last + inbox + b"%b%b%b", last + _NOTHING + b"%b%b%b"
+        self._last = last + inbox + b"%b%b%b"
+        self._last_quietly = last + _NOTHING + b"%b%b%b"
 
     def acquire(self, lease: Lease, options: LockOptions, least: int | None) -> bytes:
         """Return the request for a key. least: the proposed fencing token; None without fencing."""
-        key, value, marker = lease.key, lease.packed_value, options.marker
+        key = lease.key
+        value = lease.packed_value
+        marker = options.marker
         token = _NOTHING if least is None else _number(least)
         if marker is None or marker.asks_since is None:
             return self._acquire % (key.packed_name, value, key.ttl_ms, token)
@@ -93,7 +99,8 @@ class Requests:
         first: the permit at which each node begins its search. asked: the only permit that is
         wanted; None: any.
         """
-        key, value = lease.key, lease.packed_value
+        key = lease.key
+        value = lease.packed_value
         wanted = _NOTHING if asked is None else _number(asked)
         words = value, key.ttl_ms, key.packed_limit, _number(first), wanted
         if marker is None or marker.asks_since is None:
@@ -109,7 +116,8 @@ class Requests:
 
         again: the same start was asked for before.
         """
-        key, wanted = start.key, _NOTHING if asked is None else _number(asked)
+        key = start.key
+        wanted = _NOTHING if asked is None else _number(asked)
         words = start.packed_value, key.packed_rate, key.packed_kept, _number(first), wanted
         keys = (key.base, key.packed_tokens, *map(encode_text, guard_keys(self._prefix)))
         tenure = encode_text(tenure_key(self._prefix))
@@ -118,14 +126,16 @@ class Requests:
 
     def cancel(self, start: Start) -> bytes:
         """Return the request that gives a start back. A node may have granted another permit."""
-        key, inbox = start.key, encode_text(inbox_channel(self._prefix, ""))
+        key = start.key
+        inbox = encode_text(inbox_channel(self._prefix, ""))
         permit = _number(key.permit)
         words = key.base, key.packed_tokens, key.waiting, start.packed_value, permit, inbox
         return b"".join((b"*10\r\n", CANCEL.by_digest, _number(3), *words, key.packed_kept))
 
     def record(self, start: Start, begun_for: float) -> bytes:
         """Return the request that stores a start. begun_for: seconds since its body began."""
-        key, begun_ms = start.key, _number(begun_for * 1000)
+        key = start.key
+        begun_ms = _number(begun_for * 1000)
         words = start.packed_value, _number(key.permit), key.packed_kept, begun_ms
         head = b"*9\r\n" + RECORD.by_digest + _number(2)
         return b"".join((head, key.base, key.packed_tokens, *words))
@@ -157,7 +167,8 @@ class Requests:
         expires, so its remaining ttl tells its age by the node's own clock. ended_for: seconds
         since the end; None if the run has not ended. publish: whether to notify the waiters.
         """
-        key, value = lease.key, lease.packed_value
+        key = lease.key
+        value = lease.packed_value
         if marker is not None and ended_for is not None:
             ended = encode_text(completion_key(self._prefix, marker.run))
             kept_ms = math.ceil(marker.kept_for * 1000)
@@ -185,7 +196,8 @@ class Requests:
         first caller or message began to wait. limit: of the lock about whose permits it asks, or
         the rate; 0: it does not ask. passed: how many waiters before it have had their turn.
         """
-        keys, (resource, _) = [waiting_key(self._prefix, name)], waiting_for(name)
+        keys = [waiting_key(self._prefix, name)]
+        resource, _ = waiting_for(name)
         terms = str(limit), ""
         if isinstance(limit, Rate):
             terms = str(limit.starts), str(limit.kept_ms(self._drift))

@@ -44,7 +44,8 @@ from celery_redlock.lock.transport.credentials import (
 )
 
 T = TypeVar("T")
-POSTGRES, POSTGRES_SCHEMES = "celery_redlock.lock.postgres.address", ("postgresql", "postgres")
+POSTGRES = "celery_redlock.lock.postgres.address"
+POSTGRES_SCHEMES = ("postgresql", "postgres")
 URL_SCHEMES = ("redis", "rediss", "unix", "sentinel", "postgresql")
 # What the query of a sentinel:// URL may name. `ssl_validate_ocsp` is not in it: redis-py ignores
 # its text in a URL.
@@ -198,8 +199,10 @@ class RedisAddress:
 
         redis-py's own query tries a dead Sentinel many times, and a frozen one for ever.
         """
-        manager, errors = self.pool.sentinel_manager, []
-        service, least = self.pool.service_name, manager.min_other_sentinels
+        manager = self.pool.sentinel_manager
+        errors = []
+        service = self.pool.service_name
+        least = manager.min_other_sentinels
         named = functools.partial(_named_primary, service=service, least=least)
         for sentinel in tuple(self.sentinels):
             try:

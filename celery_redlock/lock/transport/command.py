@@ -76,7 +76,8 @@ MOST_BYTES = 1 << 20  # of a text in a reply
 INCOMPLETE = object()  # what `ReplyReader.gets` returns if there is no complete reply
 _GRANTS = frozenset(b":1\r\n" * count for count in (1, 2))  # most replies: a release, a grant
 # in each header that is too large, and perhaps in a text, if kinds and digits are made one each
-_LARGE, _HEADER_KINDS = b"*0000", bytes.maketrans(b">~%|$=123456789", b"******000000000")
+_LARGE = b"*0000"
+_HEADER_KINDS = bytes.maketrans(b">~%|$=123456789", b"******000000000")
 # any lines that are no header; then the header of a list or of a text, if it is complete
 _HEADER = re.compile(
     rb"(?:[^*>~%|$=\r\n][^\r\n]*\r\n)*(?:[*>~%|](-?\d{1,20})\r\n|[$=](-?\d{1,20})\r\n)?"
@@ -94,7 +95,8 @@ class ReplyReader:
     __slots__ = ("_fed", "_is_open", "_items", "_reader", "_rest", "_size", "_skip", "gets")
 
     def __init__(self, items: int = MOST_ITEMS, size: int = MOST_BYTES) -> None:
-        self._items, self._size = items, size
+        self._items = items
+        self._size = size
         self._reader = hiredis.Reader(notEnoughData=INCOMPLETE)
         self.gets: Callable[[], Any] = self._reader.gets
         self._fed = b""  # the last bytes, if they begin with a line and are not parsed here
@@ -117,7 +119,8 @@ class ReplyReader:
         reader.feed(data)
 
     def _check(self, data: bytes) -> None:
-        data, position = self._rest + data, self._skip
+        data = self._rest + data
+        position = self._skip
         while position < len(data):
             found = _HEADER.match(data, position)
             if found is None or found.end() == position:
@@ -131,7 +134,8 @@ class ReplyReader:
                 if int(size) > self._size:
                     raise OSError(f"a reply of {int(size)} bytes: no Redis server for locks")
                 position += int(size) + 2  # and the end of its line
-        self._rest, self._skip = data[position:], max(0, position - len(data))
+        self._rest = data[position:]
+        self._skip = max(0, position - len(data))
         self._is_open = position != len(data)
         if len(self._rest) > MOST_BYTES:
             raise OSError("a reply with a line that does not end")
@@ -163,7 +167,8 @@ class Script:
     """
 
     def __init__(self, name: str, source: bytes) -> None:
-        self.name, self.source = name, source
+        self.name = name
+        self.source = source
         self.digest = hashlib.sha1(source, usedforsecurity=False).hexdigest().encode()
         self._by_source = encode_bulk(b"EVAL") + encode_bulk(source)
         self.by_digest = encode_bulk(b"EVALSHA") + encode_bulk(self.digest)
@@ -179,7 +184,8 @@ class Script:
         return request.replace(self.by_digest, self._by_source, 1)
 
 
-PING, TIME = encode_command("PING"), encode_command("TIME")
+PING = encode_command("PING")
+TIME = encode_command("TIME")
 
 
 class Handler(Protocol):

@@ -22,12 +22,7 @@ from redis.connection import DefaultParser
 
 from celery_redlock.lock.platform.clock import SystemClock
 from celery_redlock.lock.platform.threads import keeping_gil
-from celery_redlock.lock.transport.command import (
-    INCOMPLETE,
-    Entry,
-    ReplyReader,
-    encode_command,
-)
+from celery_redlock.lock.transport.command import INCOMPLETE, Entry, ReplyReader, encode_command
 
 POISONED = "an exception interrupted a command"
 ENDED = "connection closed by the server"
@@ -36,7 +31,9 @@ ENDED_BY_TIMEOUT = "closed by the server's idle_session_timeout"
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)  # SO_LINGER: unsent bytes go with the connection
 MOST_AT_ONCE = 65536  # bytes of a read
 LONGEST_TALK = 60.0  # seconds for all replies on a new connection: a scan needs many
-MOST_NAMES, MOST_TEXT = 1_000_000, 1 << 26  # of a reply that an operator asks for
+# of a reply that an operator asks for
+MOST_NAMES = 1_000_000
+MOST_TEXT = 1 << 26
 CLOCK = SystemClock()
 
 
@@ -103,7 +100,8 @@ class RedisConnection:
     def __init__(self, dialled: Any, peer: Peer) -> None:
         self._dialled = dialled
         self.peer: Any = peer  # of the class that `Gate.handshake` returns
-        self.run_id, self.suffix = peer.run_id, peer.suffix
+        self.run_id = peer.run_id
+        self.suffix = peer.suffix
         self.poisoned = False  # an exception interrupted a write or a read
         self.discarded = ""  # the reason if no further reply of this connection counts
         self.opened_at = self.used_at = 0.0  # monotonic seconds: connected, last written to
@@ -121,7 +119,8 @@ class RedisConnection:
         self.in_flight: deque[Entry] = deque()
         self.replies: deque[tuple[Entry, Any]] = deque()
         # bound once: each reply would look them up
-        self._gets, self._add = self._reader.gets, self.replies.append
+        self._gets = self._reader.gets
+        self._add = self.replies.append
         self.struck: tuple[Entry, Any] | None = None  # the last reply whose handler raised
         self.write_buffer = b""
 
@@ -176,7 +175,9 @@ class RedisConnection:
             raise
 
     def _move_replies(self) -> None:
-        gets, in_flight, add = self._gets, self.in_flight, self._add
+        gets = self._gets
+        in_flight = self.in_flight
+        add = self._add
         while (reply := gets()) is not INCOMPLETE:
             add((in_flight[0], reply))
             in_flight.popleft()  # last: if an exception strikes before, no command is lost
@@ -199,7 +200,8 @@ class DialledParser(DefaultParser):  # type: ignore[misc, valid-type]
     """
 
     def on_connect(self, connection: Any, **_: Any) -> None:
-        self._socket, self._timeout = connection._sock, connection.socket_timeout
+        self._socket = connection._sock
+        self._timeout = connection.socket_timeout
         self._reader = ReplyReader(MOST_NAMES, MOST_TEXT)
         self._end = CLOCK.now() + LONGEST_TALK
 
@@ -236,7 +238,8 @@ class DialledParser(DefaultParser):  # type: ignore[misc, valid-type]
         return data
 
 
-_send, _recv = keeping_gil.send, keeping_gil.recv
+_send = keeping_gil.send
+_recv = keeping_gil.recv
 for _call in (_send, _recv):
     _call.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_int)
     _call.restype = ctypes.c_ssize_t
@@ -325,7 +328,8 @@ class RedisPubSub:
     """Hears channels of a Redis or Valkey node. timeout: s for a node that does not read."""
 
     def __init__(self, dialled: Any, timeout: float) -> None:
-        self._dialled, self._timeout = dialled, timeout
+        self._dialled = dialled
+        self._timeout = timeout
         self._reader = ReplyReader()
 
     def fileno(self) -> int:
@@ -337,7 +341,8 @@ class RedisPubSub:
 
     def receive(self) -> tuple[bool, list[Any]]:
         self._dialled._sock.setblocking(False)
-        data, replies = receive(self._dialled._sock), []
+        data = receive(self._dialled._sock)
+        replies = []
         self._reader.feed(data)
         while (reply := self._reader.gets()) is not INCOMPLETE:
             replies.append(reply)

@@ -48,7 +48,9 @@ def redact_url(url: str) -> str:
     """Return scheme, hosts, ports and path of a URL, for logs; "..." for what may be a secret."""
     scheme, separator, rest = url.partition("://")
     if not separator or not scheme.isidentifier():
-        scheme, separator, rest = "", "", url
+        scheme = ""
+        separator = ""
+        rest = url
     found = re.fullmatch("([^?#]*)(?:[?#][^@]*)?", rest)  # None: a password with "?" in it
     place = found[1].rpartition("@")[2] if found else "?"
     known = _PLACE.match(place)

@@ -68,7 +68,8 @@ class Mailbox:
     """
 
     def __init__(self, rearm: Callable[[], None]) -> None:
-        self.rearm, self.reports = rearm, deque[Report]()
+        self.rearm = rearm
+        self.reports = deque[Report]()
 
     def put(self, report: Report) -> None:
         self.reports.append(report)
@@ -93,11 +94,17 @@ class Node:
         mailbox: Mailbox,
         gate: Gate,
     ) -> None:
-        self.index, self.address, self.name, self.timeout = index, address, address.name, timeout
+        self.index = index
+        self.address = address
+        self.name = address.name
+        self.timeout = timeout
         self.connect_budget = connect_budget(timeout)
-        self._longest_idle, self._unread_for = longest_idle, min(UNREAD_FOR, longest_idle)
-        self._platform, self._clock = platform, platform.clock
-        self._mailbox, self._gate = mailbox, gate
+        self._longest_idle = longest_idle
+        self._unread_for = min(UNREAD_FOR, longest_idle)
+        self._platform = platform
+        self._clock = platform.clock
+        self._mailbox = mailbox
+        self._gate = gate
         self.forget()
 
     def forget(self) -> None:
@@ -109,7 +116,8 @@ class Node:
         self._connecting = self._closed = False
         self._connector: DeadlineTimer | None = None  # of the connecting thread, if it runs
         # connects that failed, and connections without an answer in time, since the last connect
-        self._failures, self._retry_at = 0, 0.0
+        self._failures = 0
+        self._retry_at = 0.0
         self._connect_by = 0.0  # monotonic seconds until which callers wait for the connect
         self._queued: list[Entry] = []
         self._cancellers = deque[Callable[[], None]]()  # of overdue connections
@@ -200,7 +208,8 @@ class Node:
     # the jobs: each is idempotent, because an interrupted job is done again
 
     def _write(self, entries: Sequence[Entry], keeps_gil: bool = True) -> None:
-        connection, wanted = self.connection, entries
+        connection = self.connection
+        wanted = entries
         if connection is not None and entries[-1][1] - connection.used_at > self._unread_for:
             connection = self._unless_ended(connection, entries[-1][1])
         for command, _, _ in entries:
@@ -246,7 +255,8 @@ class Node:
     def _give_up(self, connection: Connection, cause: str) -> None:
         if self.connection is not connection:
             return
-        error, rests = NodeError(self.name, cause, lost=True), cause == ENDED_IDLE
+        error = NodeError(self.name, cause, lost=True)
+        rests = cause == ENDED_IDLE
         if self.overdue(self._clock.now()):
             self._failures = 1  # callers do not wait for the next connect
             if (canceller := connection.canceller()) is not None:
@@ -258,13 +268,16 @@ class Node:
         self._mailbox.put(Report(self.index, connection.in_flight, error, connection))
         # a server that ends or blocks each new connection would be connected to without a rest
         rest_until = connection.opened_at + LONGEST_RECONNECT if rests else 0.0
-        self.connection, self.error, self._retry_at = None, error, rest_until
+        self.connection = None
+        self.error = error
+        self._retry_at = rest_until
 
     def _close(self) -> None:
         connection = self.connection
         if connection is not None:
             connection.close(reset=False)
-        self.connection, self._closed = None, True
+        self.connection = None
+        self._closed = True
         self._queued.clear()
         self._cancel_overdue()
         if self._connector is not None:  # last: ends its thread
@@ -295,12 +308,15 @@ class Node:
             self._connecting = True  # in the caller's thread
 
     def _use(self, connection: Connection) -> None:
-        self._connecting, self._failures, self.error = False, 0, None
+        self._connecting = False
+        self._failures = 0
+        self.error = None
         if self._closed:
             connection.close(reset=False)
             return
         now = connection.opened_at = connection.used_at = self._clock.now()
-        self.connection, self.run_id = connection, connection.run_id
+        self.connection = connection
+        self.run_id = connection.run_id
         if self._queued:  # written now: ages in the replies count from the write
             self._write([(c, sent if c.dated else now, text) for c, sent, text in self._queued])
         self._queued = []
@@ -310,8 +326,10 @@ class Node:
         rest = RECONNECT.compute(self._failures)
         self._mailbox.put(Report(self.index, deque(self._queued), error, None))
         self._queued = []
-        self._connecting, self.error = False, error
-        self._failures, self._retry_at = min(self._failures + 1, 16), self._clock.now() + rest
+        self._connecting = False
+        self.error = error
+        self._failures = min(self._failures + 1, 16)
+        self._retry_at = self._clock.now() + rest
 
     def _end_connector(self, connector: DeadlineTimer) -> None:
         if self._connector is connector:

@@ -48,7 +48,8 @@ T = TypeVar("T")
 
 _jobs_of = operator.attrgetter("jobs.pending")
 AGAIN = re.compile("NOSCRIPT|TRYAGAIN")  # errors after which a script is sent again
-LOOKS, LOOK = 15, 0.0002  # how often, and every how many seconds, `wait_keeping_gil` reads
+LOOKS_WITH_GIL = 15  # of `wait_keeping_gil`
+PAUSE_WITH_GIL = 0.0002  # seconds between two of them
 
 
 class Nodes:
@@ -69,8 +70,11 @@ class Nodes:
         quorum: int,
         longest_idle: float = math.inf,
     ) -> None:
-        self._platform, self.clock = platform, platform.clock
-        self._gate, self.timeout, self.quorum = gate, timeout, quorum
+        self._platform = platform
+        self.clock = platform.clock
+        self._gate = gate
+        self.timeout = timeout
+        self.quorum = quorum
         self.pollers = PollerPool(platform)
         self._mailbox = Mailbox(self.pollers.rearm)
         self.mail = self._mailbox.reports
@@ -141,7 +145,8 @@ class Nodes:
         Waits longer if it has to connect to so many nodes that fewer than the quorum could reply.
         read: as in `Question`. nodes: indexes; None for all. script: that of the request.
         """
-        asked, sent = range(len(self.all)) if nodes is None else nodes, self.clock.now()
+        asked = range(len(self.all)) if nodes is None else nodes
+        sent = self.clock.now()
         question = Question(asked, read)
         entries = [(Command(request, question, script), sent, request)]
         self.scatter([entries if node.index in asked else () for node in self.all], sent)
@@ -190,7 +195,8 @@ class Nodes:
             round_.wake = None
             # pop first: an exception may strike at the next call. In a child that was forked
             # meanwhile it is not taken, and has the parent's descriptors
-            if pollers.taken.pop(id(poller), None) is not None:
+            taken = pollers.taken.pop(id(poller), None)
+            if taken is not None:
                 pollers.put_back(poller)
 
     def wait_for_connects(
@@ -201,7 +207,8 @@ class Nodes:
         sent: monotonic seconds. longest: seconds since then. needed: how many votes are enough; 0:
         a quorum. So a node that is away delays nobody if the others answer.
         """
-        until, end = sent + min(connect_budget(self.timeout), longest), 0.0
+        until = sent + min(connect_budget(self.timeout), longest)
+        end = 0.0
         while not round_.decided and round_.voted < (needed or self.quorum):
             now = self.clock.now()
             latest = min(until, max(node.awaited_until for node in self.all))
@@ -216,11 +223,11 @@ class Nodes:
         For a caller that waited for the GIL because of C code: if it released the GIL, it would
         wait as long again. Nearby nodes reply by then. Python lets a thread keep the GIL for 5 ms.
         """
-        for _ in range(LOOKS):
+        for _ in range(LOOKS_WITH_GIL):
             self.read(self.all)
             if round_.decided:
                 return
-            self._platform.pause_keeping_gil(LOOK)
+            self._platform.pause_keeping_gil(PAUSE_WITH_GIL)
 
     @property
     def _is_cut_off(self) -> bool:
@@ -305,7 +312,10 @@ class Nodes:
         A handler that an asynchronous exception interrupts is called again. A second exception is
         taken for the handler's own.
         """
-        replies, index, run_id, demoted = connection.replies, node.index, connection.run_id, ""
+        replies = connection.replies
+        index = node.index
+        run_id = connection.run_id
+        demoted = ""
         if connection.discarded and replies:
             self.lose_replies(node, connection, connection.discarded)
         try:
@@ -352,9 +362,11 @@ class Nodes:
         A server has forgotten the script, after a flush or a restart; or it has changed nothing, as
         another client was at the same key.
         """
-        request, again = script.with_source(command.request), command
+        request = script.with_source(command.request)
+        again = command
         if not command.handler.wanted:  # else a node that replies last would never get the script
-            request, again = script.load, Command(script.load, IGNORE_REPLY)
+            request = script.load
+            again = Command(script.load, IGNORE_REPLY)
         node.send([(again, sent if command.dated else self.clock.now(), request)])
 
     def report_broken(self) -> None:

@@ -19,8 +19,10 @@ from celery_redlock.lock.transport.connection import POISONED
 from celery_redlock.lock.transport.node import Node
 
 MOST_POLLERS = 16  # that are in use; threads of the watchdog get more
-DOZE, LONGEST_DOZE = 0.001, 0.05  # seconds between looks of a waiter without a poller: first, most
-SPARE_POLLERS, SPARED_FOR = 2, 3.0  # free pollers that are kept; seconds until others are dropped
+DOZE = 0.001  # seconds between the first two looks of a waiter without a poller
+LONGEST_DOZE = 0.05
+SPARE_POLLERS = 2  # free ones that are kept
+SPARED_FOR = 3.0  # seconds until others are dropped
 
 
 class Poller:
@@ -32,7 +34,8 @@ class Poller:
     """
 
     def __init__(self, platform: Platform, *, native: bool) -> None:
-        self._platform, self.native = platform, native
+        self._platform = platform
+        self.native = native
         self._waker = platform.new_waker()
         self._topology = -1
         self._poll: Any = None
@@ -54,7 +57,8 @@ class Poller:
             self._topology = topology if self._arrange(nodes) else -1
         ready = self._poll.poll(math.ceil(seconds * 1000))
         self.parked = False
-        by_descriptor, found = self._by_descriptor, []
+        by_descriptor = self._by_descriptor
+        found = []
         for descriptor, _ in ready:  # no comprehension: in Python 3.11 each is a call
             if descriptor in by_descriptor:
                 found.append(by_descriptor[descriptor])
@@ -131,20 +135,23 @@ class PollerPool:
 
         read: reads from all nodes, in so many tries, in case that no other one reads the reply.
         """
-        poller, pause = None, DOZE
+        poller = None
+        pause = DOZE
         while poller is None:
             left = until - self._platform.clock.now()
             self.doze(round_, min(left, pause), native=native)
             read(PAUSES if left <= 0 else 2)
             # also if the round is decided: to put the poller back wakes the next one that has none
-            poller, pause = self.take(native=native), min(pause * 2, LONGEST_DOZE)
+            poller = self.take(native=native)
+            pause = min(pause * 2, LONGEST_DOZE)
             if left <= 0 or round_.decided:
                 break
         return poller
 
     def doze(self, round_: Round, seconds: float, *, native: bool) -> None:
         """Sleep without a descriptor, until the round is decided or a poller is free."""
-        platform, wake = self._platform, round_.wake
+        platform = self._platform
+        wake = round_.wake
         sleeper = platform.deadline_timer() if native else platform.new_sleeper()
         round_.wake = sleeper.wake
         try:

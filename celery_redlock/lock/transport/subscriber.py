@@ -43,9 +43,13 @@ class Subscriber:
         heard: Callable[[str, str], None],
         refused: Callable[[str], object] = lambda _: None,
     ) -> None:
-        self._address, self._timeout = address, timeout
-        self._platform, self._clock = platform, platform.clock
-        self._channels, self._heard, self._refused = channels, heard, refused
+        self._address = address
+        self._timeout = timeout
+        self._platform = platform
+        self._clock = platform.clock
+        self._channels = channels
+        self._heard = heard
+        self._refused = refused
         self._waker: Any = None  # made in the thread: no caller fails if no descriptor is left
         self._jobs = JobQueue(platform.try_lock(), self._wake)  # start and end of the thread
         self._running = self._closed = False
@@ -53,10 +57,12 @@ class Subscriber:
         self.asked: set[str] = set()
         self.confirmed: set[str] = set()
         # whether a PING waits for its reply; monotonic seconds of that PING, or of the last data
-        self._pinged, self._spoke_at = False, 0.0
+        self._pinged = False
+        self._spoke_at = 0.0
         self._failures = 0
         # refused subscriptions in a row; monotonic seconds when to ask for them again
-        self._refusals, self._again_at = 0, math.inf
+        self._refusals = 0
+        self._again_at = math.inf
 
     def resubscribe(self) -> None:
         """Subscribe to the channels that are wanted now. Never waits."""
@@ -90,7 +96,8 @@ class Subscriber:
                 self._failures = 0
             except Exception:  # any error of a connection, or of the user's credential provider
                 self._drop()
-                pause, is_idle = RECONNECT.compute(self._failures), False
+                pause = RECONNECT.compute(self._failures)
+                is_idle = False
                 self._failures = min(self._failures + 1, 16)
                 self._wait(pause)
             if is_idle and self._ends():
@@ -105,7 +112,8 @@ class Subscriber:
             nonlocal over
             if not self._channels():
                 self._drop()  # first: later it might drop the next thread's connection
-                self._running, over = False, True
+                self._running = False
+                over = True
 
         self._jobs.lock.run(end)  # refused if a caller asks for a channel just now
         self._jobs.go_on()
@@ -121,7 +129,8 @@ class Subscriber:
                 return self._wait(LINGER)
             budget = connect_budget(self._timeout)
             self._pubsub = self._address.pubsub(budget, self._timeout)
-            self._pinged, self._spoke_at = False, self._clock.now()
+            self._pinged = False
+            self._spoke_at = self._clock.now()
         if self._clock.now() >= self._again_at:
             self.asked = self.asked & self.confirmed
             self._again_at = math.inf
@@ -150,12 +159,14 @@ class Subscriber:
         now = self._clock.now()
         is_over = not came or now - self._spoke_at >= (self._timeout if self._pinged else LINGER)
         if heard:
-            self._pinged, self._spoke_at = False, now
+            self._pinged = False
+            self._spoke_at = now
         elif is_over and self._pinged:
             raise OSError("no answer")
         elif is_over:
             pubsub.send("PING", "")
-            self._pinged, self._spoke_at = True, now
+            self._pinged = True
+            self._spoke_at = now
 
     def _take(self, reply: Any) -> None:
         if isinstance(reply, hiredis.ReplyError):
@@ -189,7 +200,10 @@ class Subscriber:
         return bool(ready)
 
     def _drop(self) -> None:
-        pubsub, self._pubsub = self._pubsub, None
-        self.asked, self.confirmed, self._again_at = set(), set(), math.inf
+        pubsub = self._pubsub
+        self._pubsub = None
+        self.asked = set()
+        self.confirmed = set()
+        self._again_at = math.inf
         if pubsub is not None:
             pubsub.disconnect()

@@ -127,8 +127,11 @@ def show(ctx: click.Context, name: str, as_json: bool) -> None:
     """
     app = app_from(ctx)
     made = redlock_of(app)
-    sight, everyone = made.locks(), WaitersView.ask(app)
-    waiting, task, shown = everyone.for_resource(name), None, sight.of([name])
+    sight = made.locks()
+    everyone = WaitersView.ask(app)
+    waiting = everyone.for_resource(name)
+    task = None
+    shown = sight.of([name])
     if not (shown.locks or shown.rates or waiting.waiting or waiting.registered.processes):
         if views.may_begin_id(name):  # else no key of a claim is read
             ids = [lock.holder.task_id for lock in sight.locks]
@@ -137,8 +140,10 @@ def show(ctx: click.Context, name: str, as_json: bool) -> None:
             name = views.whole_id(name, ids)
         task = TaskView.find(app, name, sight, everyone)
     if task is not None:
-        shown, waiting = sight.of(task.resources), everyone.for_task(name)
-    locks, failing = shown.locks, sight.failing
+        shown = sight.of(task.resources)
+        waiting = everyone.for_task(name)
+    locks = shown.locks
+    failing = sight.failing
     is_found = locks or shown.rates or waiting.waiting or waiting.registered.processes
     tables = views.lock_tables(shown)[not locks :]  # without the table of no locks
     if task is not None:
@@ -229,7 +234,8 @@ def _confirm_break(locks: Sequence[LockReport], rates: Sequence[RateReport], *, 
 
 def _send_broken(app: Any, broken: BrokenLock) -> None:
     """Send `task-lock-broken` to monitors; without a broker the lock is broken all the same."""
-    resource, holder = broken.lock.resource, broken.lock.holder
+    resource = broken.lock.resource
+    holder = broken.lock.holder
 
     def send() -> None:
         by = f"{getpass.getuser()}@{socket.gethostname()}"
@@ -366,7 +372,8 @@ def doctor(ctx: click.Context, as_json: bool) -> None:
     The exit status is 1 for an error, or without a quorum.
     """
     app = app_from(ctx)
-    made, nodes_from = redlock_of(app), settings_of(app).nodes_from
+    made = redlock_of(app)
+    nodes_from = settings_of(app).nodes_from
     nodes = made.status()
     recovery = RecoveryTime.of(app)
     lints = (*_lints_of_nodes(made, nodes), *_lints_of_workers(app), *lint(app), *left_open(app))
@@ -421,7 +428,8 @@ def _lints_of_nodes(redlock: Redlock, status: NodeList) -> Iterator[Lint]:
 
 def _lints_of_workers(app: Any) -> Iterator[Lint]:
     """Yield the running workers with other shared settings, or other names of nodes."""
-    own, (by_worker, cause) = shared_by(app), ask_workers(app, redlock_settings.__name__)
+    own = shared_by(app)
+    by_worker, cause = ask_workers(app, redlock_settings.__name__)
     if cause:
         yield Lint(WARNING, "workers: settings", "unknown", f"no worker can be asked: {cause}")
     for worker, theirs in by_worker.items():

@@ -30,9 +30,12 @@ from celery_redlock.operate.cli.group import (
 )
 
 PACKAGE = Path(__file__).parents[2]
-LIST_OF_PASSAGES, LOG_LINES = "operations/troubleshooting.md", "reference/log-messages.md"
+LIST_OF_PASSAGES = "operations/troubleshooting.md"
+LOG_LINES = "reference/log-messages.md"
 WIDEST = 100  # columns of a paragraph
-LEAST, SIMILAR = 0.25, 0.9  # the score of a passage that has a text's words, by which few score
+# the score of a passage that has a text's words, by which few score
+LEAST = 0.25
+SIMILAR = 0.9
 _PASSAGE = re.compile(r"^- \[(.+)\]\((.*)#([\w-]+)\): ((?:.+\n)+?)(?=- |\n)", re.MULTILINE)
 _ROW = re.compile(r"^\| (`.+`) \| `(\w+)` \| (.+) \|$", re.MULTILINE)
 _NAME = re.compile(r"(?<!\w)'\S*")  # of a resource, which another text has not
@@ -85,7 +88,8 @@ def _docs() -> Path:
 
 def read_passages() -> dict[str, Passage]:
     """Return all passages by their codes."""
-    listed, found = _docs() / LIST_OF_PASSAGES, {}
+    listed = _docs() / LIST_OF_PASSAGES
+    found = {}
     for title, page, code, symptom in _PASSAGE.findall(listed.read_text(encoding="utf-8")):
         text = (listed.parent / page if page else listed).read_text(encoding="utf-8")
         symptom = " ".join(_LINK.sub(r"\1", symptom).split())
@@ -111,7 +115,8 @@ def find_by_words(text: str, known: dict[str, Passage]) -> list[Passage]:
 
     A line of the log adds its words to the passage that it leads to; else its event is a passage.
     """
-    found, words = dict(known), {code: Counter(_words(one.text)) for code, one in known.items()}
+    found = dict(known)
+    words = {code: Counter(_words(one.text)) for code, one in known.items()}
     for code, one in known.items():
         words[code] |= Counter(2 * _words(one.title, one.symptom))
     for line, event, meaning in _ROW.findall((_docs() / LOG_LINES).read_text(encoding="utf-8")):
@@ -159,7 +164,8 @@ def anchor_of(title: str) -> str:
 def section_of(page: str, anchor: str) -> str:
     """Return a section of a page with its heading and its sections; "" if there is none."""
     lines: list[str] = []
-    level, is_code = 0, False
+    level = 0
+    is_code = False
     for line in page.splitlines():
         is_code ^= line.startswith("```")
         marks, _, title = line.partition(" ")

@@ -57,8 +57,11 @@ class ResourceHold:
     """
 
     def __init__(self, redlock: Redlock, options: LockOptions, limit: int = 1) -> None:
-        self._redlock, self._options, self._limit = redlock, options, limit
-        self._resource, self._clock = options.resources[0], redlock.session.clock
+        self._redlock = redlock
+        self._options = options
+        self._limit = limit
+        self._resource = options.resources[0]
+        self._clock = redlock.session.clock
         self._lock: Lock | None = None
 
     def take(self, wait: float, tell: Callable[[str], object] = lambda _: None) -> bool:
@@ -66,7 +69,8 @@ class ResourceHold:
 
         tell: called with what it waits for, if that is something else. Raises LockLost.
         """
-        until, told = self._clock.now() + wait, ""
+        until = self._clock.now() + wait
+        told = ""
         while True:
             left = max(0.0, until - self._clock.now())
             awaited = self._take_permit(min(left, TRIES_FOR))
@@ -87,7 +91,8 @@ class ResourceHold:
 
     def release(self) -> None:
         """Give the resource back, and wait a moment until the nodes have deleted the hold."""
-        value, until = self._value, self._clock.now() + LONGEST_RELEASE
+        value = self._value
+        until = self._clock.now() + LONGEST_RELEASE
         if self._lock is not None:
             self._lock.release()
         while value and self._clock.now() < until:
@@ -116,7 +121,8 @@ class ResourceHold:
 
     def _take_permit(self, wait: float) -> str | None:
         """Take a lower permit, or wait for a while; return what is awaited, None for nothing."""
-        permit, resource = self._permit, self._resource
+        permit = self._permit
+        resource = self._resource
         if permit == 0:
             self._clock.sleep(min(wait, LOOK_EVERY))
             return self._awaited()
@@ -132,7 +138,8 @@ class ResourceHold:
             return f"{VOTES_MISSING} ({summarize_causes(failure.causes)})"
         except LockTaken:
             return self._awaited()
-        higher, self._lock = self._lock, lock
+        higher = self._lock
+        self._lock = lock
         if higher is not None:
             higher.release()
         return self._awaited()
@@ -144,7 +151,10 @@ class ResourceHold:
         that lost its keys proves nothing before it votes. Other holds run nothing.
         """
         sight = self._redlock.locks(self._resource)  # reads permit 0 first
-        own, is_first, clear, others = self._value, self._permit == 0, set[str](), []
+        own = self._value
+        is_first = self._permit == 0
+        clear = set[str]()
+        others = []
         for one in sight.locks:
             value = text_of(one.value) if one.value else ""
             if own and value == own:
@@ -200,7 +210,9 @@ def hold(
         print_all(data if as_json else text)
 
     print_all(*dict.fromkeys(warnings_of(app, resource)), err=True)
-    held, is_had, last = ResourceHold(redlock_of(app), options, limit), False, ("", "")
+    held = ResourceHold(redlock_of(app), options, limit)
+    is_had = False
+    last = ("", "")
     try:
         with _ended_by_signals():
             try:
@@ -210,10 +222,8 @@ def hold(
                     tell("held", f"HELD {resource}: no task runs. Ctrl-C gives it back.")
                     held.keep()
             except LockLost as loss:
-                is_had, last = (
-                    False,
-                    ("lost", f"LOST {resource}: {loss.reason}. Tasks may run now."),
-                )
+                is_had = False
+                last = ("lost", f"LOST {resource}: {loss.reason}. Tasks may run now.")
             except KeyboardInterrupt:
                 had = f"{resource} is given back" if is_had else f"{resource} was not acquired"
                 last = "given back" if is_had else "given up", had
@@ -260,7 +270,9 @@ def warnings_of(app: Any, resource: str) -> Iterator[str]:
 
 
 def _warnings(task: LockedTask, options: TaskLockOptions) -> Iterator[str]:
-    name, on_conflict, longest = task.name, options.on_conflict, options.max_wait
+    name = task.name
+    on_conflict = options.on_conflict
+    longest = options.max_wait
     if callable(on_conflict):
         yield f"{name} may be skipped or fail meanwhile: its on_conflict is a callable"
     elif on_conflict != "defer":

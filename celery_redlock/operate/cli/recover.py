@@ -91,7 +91,9 @@ class Older:
 
     @classmethod
     def find(cls, survey: Survey, seconds: float) -> Older:
-        messages, lists, left = [], dict[str, str](), Counter[str]()
+        messages = []
+        lists = dict[str, str]()
+        left = Counter[str]()
         for message in survey.older_than(seconds):
             name = survey.list_of(message)
             if message.task not in survey.app.tasks:
@@ -173,12 +175,15 @@ def recover_dead(survey: Survey, *, moves: bool, err: bool) -> list[Recovered]:
         print_all(f"waits until it is sure that no beat comes from {names}", err=err)
         proved = survey.proved_dead(SystemClock(), silent)
     dead = [lease for lease, one in reports.items() if one.state == DEAD or lease in proved]
-    found, recovered = survey.messages_of(dead), []
+    found = survey.messages_of(dead)
+    recovered = []
     for lease in dead:
-        done, messages = Moved(), found[lease]
+        done = Moved()
+        messages = found[lease]
         if moves and (lease not in proved or survey.ledger.declare_dead(lease, proved[lease])):
             done = survey.ledger.move_all(lease)
-        name, tasks = _name_of(reports[lease]), _by_task(messages)
+        name = _name_of(reports[lease])
+        tasks = _by_task(messages)
         if messages:
             recovered.append(Recovered(name, tasks, done.messages, done.kept, 0, done.refused))
     return recovered
@@ -216,8 +221,10 @@ def recover(
     worker has one of them, or the broker refuses one.
     """
     app = app_from(ctx)
-    moves, err = not dry_run, as_json
-    older, done = Older(), None
+    moves = not dry_run
+    err = as_json
+    older = Older()
+    done = None
     try:
         with open_survey(app) as survey:
             if survey is None:

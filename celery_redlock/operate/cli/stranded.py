@@ -52,7 +52,8 @@ class StrandedView:
     @classmethod
     def ask(cls, app: Any, silent: str = "") -> StrandedView:
         """Ask the broker. silent: why it is known not to answer."""
-        can, is_on = has_leases(app), settings_of(app).recovery
+        can = has_leases(app)
+        is_on = settings_of(app).recovery
         visibility = visibility_timeout(app.conf)
         if silent or not can:
             return cls(can, (), visibility, silent, is_on)

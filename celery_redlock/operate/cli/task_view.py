@@ -84,7 +84,8 @@ class TaskView:
 
     def table(self) -> Table:
         """Return a table of one row, a fact a line."""
-        name, why = self.task and f"{self.task}[{self.task_id}]", self.reason
+        name = self.task and f"{self.task}[{self.task_id}]"
+        why = self.reason
         why = anchors.see(why, anchors.NO_QUORUM) if why.startswith("no quorum") else why
         facts = {
             "TASK": name or self.task_id,
@@ -124,7 +125,8 @@ def _stored_state(app: Any, task_id: str) -> tuple[str, dict[str, Any]]:
         print_all(f"the result backend cannot be queried: {cause}", err=True)
     if meta is None:
         return "", {}
-    state, info = str(meta["status"]), meta.get("result")
+    state = str(meta["status"])
+    info = meta.get("result")
     return "" if state == PENDING else state, info if isinstance(info, dict) else {}
 
 
@@ -143,7 +145,8 @@ def _late(lock: LockReport) -> str:
     """Return since when a lock was not renewed, and what that may mean; "" if it is not late."""
     if not (lock.held and lock.is_late):
         return ""
-    since, left = format_duration(lock.since_renewal or 0.0), format_duration(lock.valid_for)
+    since = format_duration(lock.since_renewal or 0.0)
+    left = format_duration(lock.valid_for)
     who = "worker" if lock.holder.worker else "process"
     return f"not renewed for {since}: its {who} may be dead; expires in {left}"
 

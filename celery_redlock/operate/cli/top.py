@@ -50,7 +50,9 @@ from celery_redlock.operate.cli.views import (
 from celery_redlock.tasks.per_app import redlock_of
 
 REDRAW = 0.5  # seconds between two screens, for the clock and the age of the figures
-_TOP_LEFT, _TO_END_OF_LINE, _TO_END_OF_SCREEN = "\x1b[H", "\x1b[K", "\x1b[J"
+_TOP_LEFT = "\x1b[H"
+_TO_END_OF_LINE = "\x1b[K"
+_TO_END_OF_SCREEN = "\x1b[J"
 
 
 @dataclass(frozen=True)
@@ -80,8 +82,10 @@ class Look:
 
         A table that needs less than its share leaves the rest to the others.
         """
-        notes, tables = self.notes()[:3], with_short_ids(self.tables)
-        left, shares = height - len(notes), [1 + len(table.rows) for table in tables]
+        notes = self.notes()[:3]
+        tables = with_short_ids(self.tables)
+        left = height - len(notes)
+        shares = [1 + len(table.rows) for table in tables]
         for number, place in enumerate(sorted(range(len(tables)), key=shares.__getitem__)):
             shares[place] = min(shares[place], max(3, left // (len(tables) - number)))
             left -= shares[place]
@@ -95,7 +99,8 @@ def look_repeatedly(app: Any, pattern: str, interval: float, count: int | None) 
 
     interval: seconds between two. count: None for no end.
     """
-    made, clock = redlock_of(app), SystemClock()
+    made = redlock_of(app)
+    clock = SystemClock()
     for number in itertools.count(1):
         sight = locks_like(pattern, made.locks())
         yield Look(made.status(), sight, WaitersView.ask(app).like(pattern), clock.now())
@@ -118,7 +123,9 @@ def show_live(looks: Iterator[Look]) -> None:
             taken.put(error)
 
     threading.Thread(target=take, daemon=True).start()
-    clock, newest, before = SystemClock(), None, termios.tcgetattr(sys.stdin)
+    clock = SystemClock()
+    newest = None
+    before = termios.tcgetattr(sys.stdin)
     tty.setcbreak(sys.stdin)  # the terminal hands over each key as it is pressed, and shows none
     try:
         click.echo("\x1b[2J", nl=False)

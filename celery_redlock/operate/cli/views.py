@@ -123,7 +123,8 @@ def locks_like(pattern: str, sight: LockList) -> LockList:
 
 def lock_tables(sight: LockList, none: str = "No locks are held.") -> list[Table]:
     """Return a table of the locks, and one of the rates if any is used. none: said of no locks."""
-    rows, heads = [], [*LOCK_HEADS]
+    rows = []
+    heads = [*LOCK_HEADS]
     is_semaphore = any(lock.limit > 1 for lock in sight.locks)
     not_held = "not held: no quorum" if sight.is_known else "unknown: no quorum answers"
     for lock in sight.locks:
@@ -191,14 +192,16 @@ def broken_line(one: BrokenLock) -> str:
 
 
 def freed_line(one: FreedRate) -> str:
-    rate, count = one.rate, max(one.starts_from.values(), default=0)
+    rate = one.rate
+    count = max(one.starts_from.values(), default=0)
     on = ", ".join(one.starts_from) or "no node"
     text = f"{count} starts of {rate.resource} ({rate.rate}) are given back on {on}"
     return _with_untold(text, one.failing)
 
 
 def ended_line(one: EndedClaim) -> str:
-    claim, on = one.claim, ", ".join(one.gone_from) or "no node"
+    claim = one.claim
+    on = ", ".join(one.gone_from) or "no node"
     text = f"the claim of {claim.task}[{claim.task_id}] on {claim.resource} is ended on {on}"
     return _with_untold(text, one.failing)
 
@@ -291,7 +294,8 @@ class WaitersView:
     def like(self, pattern: str) -> WaitersView:
         """Return what waits for the resources that a pattern selects."""
         waiting = [row for row in self.waiting if _like(pattern, row["resources"])]
-        processes, wrong_type = self.registered.processes, self.registered.wrong_type
+        processes = self.registered.processes
+        wrong_type = self.registered.wrong_type
         return self._only(waiting, _like(pattern, [*wrong_type, *(p.resource for p in processes)]))
 
     def for_resource(self, resource: str) -> WaitersView:
@@ -306,7 +310,8 @@ class WaitersView:
         of_all = self.registered
         processes = tuple(one for one in of_all.processes if one.resource in resources)
         wrong = {name: nodes for name, nodes in of_all.wrong_type.items() if name in resources}
-        asked, needed = of_all.asked, of_all.needed
+        asked = of_all.asked
+        needed = of_all.needed
         registered = WaitingList(processes, wrong, of_all.failing, asked, needed)
         return replace(self, waiting=waiting, registered=registered)
 
@@ -319,7 +324,8 @@ class WaitersView:
         stranded = self.stranded.tables()
         if not (self.registered.processes or self.waiting) and self.is_known:
             return Table((), (), f"Nothing waits{suffix}."), *stranded
-        asked, is_known = self.registered.asked, self.registered.is_known
+        asked = self.registered.asked
+        is_known = self.registered.is_known
         heads: Sequence[str] = ("RESOURCE", "RANK", "PROCESS", "PID", "WAITED", "NODES", "STATE")
         rows: Sequence[Sequence[str]] = [
             (

@@ -23,12 +23,15 @@ from celery_redlock.lock.model.lease import Lease
 
 logger = logging.getLogger(__name__)
 
-HEADER_SIZE, ENTRY_SIZE, MAX_ENTRIES = 64, 1024, 255  # bytes, bytes, keys of one child at a time
+HEADER_SIZE = 64  # bytes
+ENTRY_SIZE = 1024  # bytes
+MAX_ENTRIES = 255  # keys of one child at a time
 SIZE = HEADER_SIZE + ENTRY_SIZE * MAX_ENTRIES  # pages that are never written take no memory
 
 FREE, CLAIMED, HELD, RELEASED = range(4)  # the first byte of an entry
 SIGNED = 1  # the first byte of a slot
-ENDED_AT, ENDED_SIZE = 16, 8  # offset and bytes of the run that the parent announced as ended
+ENDED_AT = 16  # offset of the run that the parent announced as ended
+ENDED_SIZE = 8  # bytes
 
 _SEAL = struct.Struct("<II")  # checksum and length of what follows
 _CHILD = struct.Struct("<IQ")  # pid, start time
@@ -64,7 +67,8 @@ class JournalEntry:
 def encode_entry(
     session: bytes, requested_at: float, acquisition: Acquisition, lease: Lease
 ) -> bytes:
-    key, options = lease.key, acquisition.options
+    key = lease.key
+    options = acquisition.options
     texts = (key.resource, getattr(options.sender, "name", ""), lease.value)
     fields: Any = (
         session, acquisition.number, requested_at, float(options.ttl),
@@ -104,7 +108,8 @@ class JournalSlot:
         last = HEADER_SIZE + ENTRY_SIZE * (MAX_ENTRIES - 1)
         self._free = list(range(last, 0, -ENTRY_SIZE))  # the lowest offset is used first
         self._offsets: dict[Lease, int] = {}  # of the entries, in the child
-        self._pid, self._has_warned = 0, False
+        self._pid = 0
+        self._has_warned = False
 
     def sign(self, pid: int, start_time: int) -> None:
         """Write the child's identity, before its first entry."""
@@ -137,7 +142,8 @@ class JournalSlot:
         encoded = encode_entry(session, requested_at, acquisition, lease)
         if len(encoded) >= ENTRY_SIZE or not self._free:
             if not self._has_warned:
-                self._has_warned, resource = True, lease.key.resource
+                self._has_warned = True
+                resource = lease.key.resource
                 logger.warning(
                     "the parent process does not know of lock %r: its name is too long, or too "
                     "many locks are held at once; if this process is killed, the lock expires "

@@ -56,8 +56,10 @@ class ChildProcess:
     """
 
     def __init__(self, pid: int, start_time: int) -> None:
-        self.pid, self._start_time = pid, start_time
-        self.descriptor, self._exited = -1, False
+        self.pid = pid
+        self._start_time = start_time
+        self.descriptor = -1
+        self._exited = False
         try:
             self.descriptor = os.pidfd_open(pid)
         except ProcessLookupError:
@@ -78,7 +80,8 @@ class ChildProcess:
         return now not in (0, self._start_time) and self._start_time != 0
 
     def close(self) -> None:
-        descriptor, self.descriptor = self.descriptor, -1  # first: a fork may copy this moment
+        descriptor = self.descriptor
+        self.descriptor = -1  # before it is closed: a fork may copy this moment
         if descriptor >= 0:
             os.close(descriptor)
 
@@ -115,7 +118,8 @@ class Children:
     """
 
     def __init__(self) -> None:
-        self.waker, self.sending = Waker(), new_mutex()
+        self.waker = Waker()
+        self.sending = new_mutex()
         self.slots: list[JournalSlot] = []
         self.watched: dict[JournalSlot, ChildProcess] = {}
         self.has_reaper = False
@@ -124,7 +128,8 @@ class Children:
         self._forks: dict[int, tuple[JournalSlot | None, bool]] = {}
 
     def before_fork(self) -> None:
-        has_mutex, made = self.sending.acquire(True, FORK_WAIT), None
+        has_mutex = self.sending.acquire(True, FORK_WAIT)
+        made = None
         unwatched = [slot for slot in self.slots if slot not in self.watched]
         if len(unwatched) >= MAX_UNWATCHED:
             self.slots.remove(unwatched[0])
@@ -179,7 +184,9 @@ class ForkingProcess:
 
     def after_fork_in_child(self) -> None:
         """Journal this child's locks from now on, unless its parent has no reaper."""
-        parents, self.children, self.slot = self.children, None, None
+        parents = self.children
+        self.children = None
+        self.slot = None
         if parents is not None:
             self.slot = parents.become_child()
         Events.journal = self.slot  # None also in a child's child, which has no reaper
@@ -271,7 +278,8 @@ class ChildReaper:
     """Waits for the exit of each child, in a thread of its own, and releases the child's locks."""
 
     def __init__(self, children: Children, app: Any) -> None:
-        self._children, self._app = children, app
+        self._children = children
+        self._app = app
 
     def run(self) -> None:
         """Return when the worker has shut down."""
@@ -290,7 +298,8 @@ class ChildReaper:
 
     def _wait(self) -> set[int]:
         """Wait until a child signs its slot or exits; return the readable descriptors."""
-        poll, milliseconds = new_poll(True), None
+        poll = new_poll(True)
+        milliseconds = None
         poll.register(self._children.waker.descriptor, select.POLLIN)
         for process in self._children.watched.values():
             if process.descriptor >= 0:
@@ -301,7 +310,8 @@ class ChildReaper:
 
     def _reap_exited(self, ready: set[int]) -> None:
         """Watch the new children, release the locks of those that exited, then send signals."""
-        children, waker = self._children, self._children.waker
+        children = self._children
+        waker = self._children.waker
         if waker.descriptor in ready:
             waker.clear()
         for slot in list(children.slots):
@@ -342,7 +352,8 @@ class ChildReaper:
 
         entries: by time. is_ended: the parent announced that Celery ended the run.
         """
-        first, states = entries[0], {entry.state for entry in entries}
+        first = entries[0]
+        states = {entry.state for entry in entries}
         session = self._session_of(first.session)
         extra = {"event": "child_exited", "pid": pid, "resource": first.resource}
         if session is None:  # of nodes that this process does not know

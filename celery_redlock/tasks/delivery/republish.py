@@ -33,13 +33,8 @@ from kombu.serialization import registry
 
 from celery_redlock.compatibility import find
 from celery_redlock.lock.platform.clock import SystemClock
-from celery_redlock.tasks.delivery.delivery import (
-    ARGUMENTS,
-    HEADER,
-    Delivery,
-    LockHeader,
-    own_headers,
-)
+from celery_redlock.tasks.delivery.delivery import ARGUMENTS, Delivery, own_headers
+from celery_redlock.tasks.delivery.header import HEADER, LockHeader
 from celery_redlock.tasks.delivery.route import (
     Route,
     bind_to_delay,
@@ -54,7 +49,8 @@ logger = logging.getLogger(__name__)
 _POOL = "billiard.pool:"  # without it, whatever handler the signal has counts
 _SIGNAL = find(f"{_POOL}SIG_SOFT_TIMEOUT", getattr(signal, "SIGUSR1", None))
 _HANDLER = find(f"{_POOL}soft_timeout_sighandler", None)
-_dumps, _PRIORITY = find("kombu.utils.json:dumps", None), "_get_message_priority"
+_dumps = find("kombu.utils.json:dumps", None)
+_PRIORITY = "_get_message_priority"
 
 BEFORE_REQUEUE = 1.0  # s: else a broker that only takes acknowledgements would spin the message
 # Properties that a transport writes (kombu.transport.virtual, amqp.basic_message), that the new
@@ -102,7 +98,8 @@ class NotRepublishedError(Exception):
     """
 
     def __init__(self, header: LockHeader, cause: Exception) -> None:
-        self.header, self.reason = header, _reason(cause)
+        self.header = header
+        self.reason = _reason(cause)
         self.is_gone = isinstance(cause, QueueGoneError)
         super().__init__(self.reason)
 
@@ -145,7 +142,8 @@ def _republish_early(delivery: Delivery, header: LockHeader, send: Callable[...,
 
     kombu's transports raise anything if a connection breaks in the middle of a publish.
     """
-    is_sent, anew = False, False
+    is_sent = False
+    anew = False
     while not is_sent:
         with contextlib.suppress(SoftTimeLimitExceeded):  # a limit on the body, which has not begun
             try:
@@ -176,7 +174,9 @@ def publish(
     Those are for sends. at_head: as of `republish`. anew: over a fresh connection.
     Source: celery.app.base: Celery.send_task makes and sends a message by the same two calls.
     """
-    task, request, route = delivery.task, delivery.request, delivery.route
+    task = delivery.task
+    request = delivery.request
+    route = delivery.route
     app = task.app
     args, kwargs = request.__dict__.get(ARGUMENTS) or (request.args, request.kwargs)
     fields = _fields_of_message(delivery)

@@ -63,7 +63,8 @@ class Route:
         noted: the exchange of a message that RabbitMQ kept back.
         """
         where = where or {}
-        exchange, key = where.get("exchange") or "", str(where.get("routing_key") or "")
+        exchange = where.get("exchange") or ""
+        key = str(where.get("routing_key") or "")
         exchange = str(getattr(exchange, "name", exchange))
         if exchange == CAME_BACK:
             return cls(noted, _DELAYED.sub("", key), queue)
@@ -207,7 +208,8 @@ def queue_asked(task: Any, args: Any = (), kwargs: Any = None) -> str | None:
 
     A function that routes may count its calls, or choose at random, so that none is called.
     """
-    options, router = _routing_of(task), task.app.amqp.router
+    options = _routing_of(task)
+    router = task.app.amqp.router
     if all(type(one) is _MapRoute for one in getattr(router, "routes", [router]) or ()):
         return _queue_to(task, router.route(options, task.name, args, kwargs or {}, task))
     return _queue_to(task, options) if options.get("queue") else None
@@ -223,7 +225,8 @@ def _queue_to(task: Any, options: Mapping[str, Any]) -> str | None:
 
     Source: celery.app.amqp: `send_task_message`, of a queue's exchange and routing key.
     """
-    queue, route = options.get("queue"), Route.of(options)
+    queue = options.get("queue")
+    route = Route.of(options)
     if queue is not None and not (route.exchange and route.routing_key):
         name = str(getattr(queue, "name", queue))
         declared = queue if hasattr(queue, "exchange") else task.app.amqp.queues.get(name)
@@ -335,7 +338,8 @@ def send_options(app: Any, route: Route) -> dict[str, Any]:
     A queue that goes with its consumer is not declared anew, nor one that the app does not know: it
     is there in most cases, for the message came through it. Source: celery.app.amqp.
     """
-    key, home = route.routing_key, route.home
+    key = route.routing_key
+    home = route.home
     if home is None:
         exchange = CAME_BACK if route.exchange is None else route.exchange
         # said to be a topic: by a direct exchange Celery would take an empty key for none

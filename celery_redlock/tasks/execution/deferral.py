@@ -1,6 +1,6 @@
 """What becomes of a message whose run did not get its lock. Pure.
 
-`outcomes.py` does it: in the process of a run, or without a try in the worker's main process.
+`outcomes.py` does it in the process of a run, `tasks/untried.py` in the worker's main process.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from celery_redlock.errors import (
     describe_taken,
     summarize_causes,
 )
-from celery_redlock.tasks.delivery.delivery import Deferral
+from celery_redlock.tasks.delivery.header import Deferral
+from celery_redlock.tasks.settings.call import TaskCall
 from celery_redlock.tasks.settings.options import Backoff, TaskLockOptions
-from celery_redlock.tasks.settings.task_config import TaskCall
 
 STRATEGIES = ("defer", "skip", "fail")
 OF_REDELIVERIES = Backoff(first=1.0, cap=30.0)  # between the tries of a redelivered message
@@ -85,9 +85,12 @@ def decide(refusal: Refusal, countdown_cap: float, uniform: Uniform) -> Decision
     countdown_cap: seconds, the longest countdown, whatever the backoff gives. Raises SettingsError
     for what a callable raises, or if it returns no strategy.
     """
-    error, options, before = refusal.error, refusal.options, refusal.before
+    error = refusal.error
+    options = refusal.options
+    before = refusal.before
     taken = error if isinstance(error, LockTaken) else None
-    waited, max_wait = before.waited(refusal.at), options.max_wait
+    waited = before.waited(refusal.at)
+    max_wait = options.max_wait
     strategy = options.on_unreachable if taken is None else options.on_conflict
     if taken is not None and callable(strategy):
         strategy = _asked(refusal, taken, waited)
@@ -129,7 +132,8 @@ def decide(refusal: Refusal, countdown_cap: float, uniform: Uniform) -> Decision
 
 def _asked(refusal: Refusal, taken: LockTaken, waited: float) -> str:
     """Return what a callable `on_conflict` decides."""
-    on_conflict, call = refusal.options.on_conflict, refusal.call
+    on_conflict = refusal.options.on_conflict
+    call = refusal.call
     contention = Contention(
         taken.resource, taken.holder, refusal.before.count, waited,
         call.task, tuple(call.args), dict(call.kwargs), taken.rate, taken.expires_in,
@@ -142,7 +146,8 @@ def _asked(refusal: Refusal, taken: LockTaken, waited: float) -> str:
         allowed = ", ".join(map(repr, STRATEGIES))
         hint = f"the callable returned {strategy!r}, and must return one of {allowed}"
     except Exception as error:
-        cause, hint = error, f"the callable raised {type(error).__name__}: {error}"
+        cause = error
+        hint = f"the callable raised {type(error).__name__}: {error}"
     level = f"resource {taken.resource!r}"
     raise SettingsError(level, "on_conflict", repr(on_conflict), hint) from cause
 
@@ -168,7 +173,8 @@ def countdown_of(
 
 def with_history(refusal: Refusal) -> NotAcquired:
     """Return the error with how long the message has waited, and how often it was deferred."""
-    error, deferrals = refusal.error, refusal.before.count
+    error = refusal.error
+    deferrals = refusal.before.count
     waited = refusal.before.waited(refusal.at)
     if isinstance(error, QuorumUnreachable):
         return QuorumUnreachable(error.resource, error.causes, error.quorum, waited, deferrals)

@@ -2,46 +2,29 @@
 
 Each function takes the delivery and a reason, stores and sends what is to be known of it, and
 raises what Celery's tracer acts on: Ignore, Requeue, or the error that ends the run as FAILURE.
-
-From `completion_marker` on: whether another delivery of the same message runs, or has come to its
-end. A run that may be delivered again leaves a completion marker on the nodes, with the release of
-its lock. A redelivery reads the marker with its own grant, and does not run if it finds one.
-
-At the end, `defer_untried`: a message that is deferred without a try, in the main process.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 import random
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from celery.exceptions import Ignore
 
 from celery_redlock import signals
 from celery_redlock.errors import LockTaken, NotAcquired, QuorumUnreachable, RedlockError
 from celery_redlock.label import is_of_run
-from celery_redlock.lock.engine.acquirer import SupersededError
-from celery_redlock.lock.engine.session import Session
-from celery_redlock.lock.model.keys import completion_key, name_of_rate
-from celery_redlock.lock.model.options import CompletionMarker
-from celery_redlock.lock.server.requests import MARKER
-from celery_redlock.lock.transport.command import read_number
-from celery_redlock.tasks.declaration import config_of, dumped
-from celery_redlock.tasks.delivery.delivery import (
-    CLOCKS_DIFFER,
-    CONTINUES,
-    Deferral,
-    Delivery,
-    LockHeader,
-    clock,
-    hop_of,
-    utc_now,
-)
+from celery_redlock.tasks.delivery.delivery import CONTINUES, Delivery, clock, utc_now
+from celery_redlock.tasks.delivery.header import CLOCKS_DIFFER, Deferral, LockHeader, hop_of
 from celery_redlock.tasks.delivery.republish import NotRepublishedError, republish
 from celery_redlock.tasks.delivery.route import has_quorum_queues, is_kept_by_broker, whole_seconds
+from celery_redlock.tasks.execution.completion_markers import (
+    is_completed_since,
+    raise_if_superseded,
+    ran_since,
+)
 from celery_redlock.tasks.execution.deferral import (
     OF_REDELIVERIES,
     Refusal,
@@ -51,18 +34,15 @@ from celery_redlock.tasks.execution.deferral import (
     describe_refusal,
     with_history,
 )
-from celery_redlock.tasks.per_app import redlock_of, settings_of, time_of_nodes
+from celery_redlock.tasks.per_app import settings_of, time_of_nodes
 from celery_redlock.tasks.recovery.keeper import leave_if_moved
 from celery_redlock.tasks.reporting import StateReporter
-from celery_redlock.tasks.settings.app import CELERY_PREFIX
-from celery_redlock.tasks.settings.task_config import TaskCall
-from celery_redlock.tasks.waiting.queues import QueueKey
-from celery_redlock.tasks.waiting.room import WaitingRoom, rooms
 
 logger = logging.getLogger(__name__)
 
-FIRST_PAUSE, LONGEST_PAUSE = 0.5, 10.0  # s: between tries to republish a message in its slot
-LATER_MARKED = 1.0  # s: for which a run may go on after its result is stored
+# s: between tries to republish a message in its slot
+FIRST_PAUSE_IN_SLOT = 0.5
+LONGEST_PAUSE_IN_SLOT = 10.0
 
 
 def pause_in_slot(delivery: Delivery, unsent: NotRepublishedError, before: float) -> float:
@@ -71,8 +51,8 @@ def pause_in_slot(delivery: Delivery, unsent: NotRepublishedError, before: float
     It tries to be republished again then. before: its last pause, 0.0 for the first. Raises
     RedlockError if its queue stays away: only that of a worker comes back.
     """
-    pause = min(LONGEST_PAUSE, 2 * before or FIRST_PAUSE)
-    if unsent.is_gone and pause == LONGEST_PAUSE:
+    pause = min(LONGEST_PAUSE_IN_SLOT, 2 * before or FIRST_PAUSE_IN_SLOT)
+    if unsent.is_gone and pause == LONGEST_PAUSE_IN_SLOT:
         raise RedlockError(f"cannot be deferred: {unsent.reason}") from unsent
     text = "cannot republish %s: %s; it waits in its slot, and tries again soon"
     logger.warning(text, delivery, unsent.reason, extra=delivery.log_extra("republish_failed"))
@@ -133,7 +113,8 @@ class Deferred(Ignore):
 
     def __init__(self, header: LockHeader, stays: bool = False) -> None:
         super().__init__(header, stays)  # pickle makes a copy of that
-        self.header, self.stays = header, stays
+        self.header = header
+        self.stays = stays
 
     def __str__(self) -> str:
         return f"deferred: {self.header.deferral.why}"
@@ -147,7 +128,9 @@ def defer(delivery: Delivery, refusal: Refusal, deferral: Deferral) -> NoReturn:
     nor with quorum queues: Celery cannot raise the prefetch, so it would keep out others.
     """
     leave_if_moved(delivery)  # first: DEFERRED could be stored over the state of another delivery
-    app, came, stays = delivery.task.app, delivery.received_at, False
+    app = delivery.task.app
+    came = delivery.received_at
+    stays = False
     if delivery.acks_late and delivery.has_room and came is not None:
         is_new = clock.now() - came < settings_of(app).countdown_cap / 2
         stays = is_new and not has_quorum_queues(app)
@@ -175,7 +158,8 @@ def report(
     is_kept = not stays and is_kept_by_broker(delivery.task.app, delivery.route)
     if is_kept:
         deferral = replace(deferral, countdown=whole_seconds(deferral.countdown))
-    info, waits = deferral.info(utc_now()), _describe_wait(delivery, refusal, deferral, is_kept)
+    info = deferral.info(utc_now())
+    waits = _describe_wait(delivery, refusal, deferral, is_kept)
     verb = "is" if deferral.is_taken else "has"
     what = "" if deferral.rate else f"lock {deferral.resource!r} {verb} "
     extra = delivery.log_extra("run_deferred", **info)
@@ -188,7 +172,8 @@ def report(
 
 def _describe_wait(delivery: Delivery, refusal: Refusal, deferral: Deferral, is_kept: bool) -> str:
     """Return in few words what ends a wait. is_kept: in RabbitMQ, where it hears of no release."""
-    error, countdown = refusal.error, deferral.countdown
+    error = refusal.error
+    countdown = deferral.countdown
     if not isinstance(error, LockTaken) or is_kept:
         return f"tries again in {countdown:.2f} s"
     if error.rate:
@@ -216,7 +201,8 @@ def wait_for_first_delivery(delivery: Delivery, refusal: Exception) -> NoReturn:
     refusal: why it does not run now; a soft time limit, too. Writes no state, sends no event and
     ignores strategy and budgets: that would overwrite what the first delivery has stored.
     """
-    app, tries = delivery.task.app, delivery.header.waits
+    app = delivery.task.app
+    tries = delivery.header.waits
     cap = settings_of(app).countdown_cap
     countdown = countdown_of(OF_REDELIVERIES, tries, refusal, cap, random.uniform)
     if is_kept_by_broker(app, delivery.route):
@@ -234,7 +220,8 @@ def wait_for_first_delivery(delivery: Delivery, refusal: Exception) -> NoReturn:
     wait = Deferral(at=time_of_nodes(app), countdown=countdown)
     # so the waiting room dispatches it at the next one; a cancelled one would be at once
     if isinstance(refusal, QuorumUnreachable) and delivery.cancelled is None:
-        of, why = refusal.resource, describe_refusal(refusal)
+        of = refusal.resource
+        why = describe_refusal(refusal)
         wait = replace(wait, resource=of, resources=(of,), is_taken=False, why=why)
     header = delivery.header.waiting_for_first_delivery(delivery.request, wait)
     leave_if_moved(delivery)
@@ -269,69 +256,6 @@ def end_if_cancelled(delivery: Delivery) -> None:
     raise Ignore(reason)
 
 
-def completion_marker(
-    delivery: Delivery, kept_for: float, *, is_unique: bool
-) -> CompletionMarker | None:
-    """Return the marker of a run that may be delivered again; None for one that may not.
-
-    kept_for: seconds. is_unique: the message is one of a deduplicated send. Each copy of a
-    broadcast message is to run, though all of them have one task id.
-    """
-    # one that acknowledges early was published twice if the broker's reply to a deferral was lost
-    may_have_run = delivery.may_have_run_elsewhere
-    may_return = (may_have_run or delivery.acks_late) and delivery.can_republish
-    if not (may_return or is_unique):
-        return None
-    app, since, came = delivery.task.app, None, delivery.received_at
-    if may_return and may_have_run:
-        since = ran_since(delivery)
-    elif may_return and came is not None:  # a copy may have run while this one waited here
-        here_for = clock.now() - came
-        # later: an id may be sent again once its result is stored, just before its run is marked
-        since = redlock_of(app).session.clock.now() - here_for + LATER_MARKED
-    if is_unique and not (may_have_run and since is not None):
-        since = -math.inf  # a later send may have replaced it
-    return CompletionMarker(
-        str(delivery.run_id),
-        kept_for,
-        since,
-        # a redelivery heeds that under its lock: the first delivery may run, and has stored a state
-        heeds_later=is_unique and not delivery.is_redelivered,
-        is_redelivered=may_return and delivery.is_redelivered,
-    )
-
-
-def ran_since(delivery: Delivery) -> float:
-    """Return since when another delivery may have run, in monotonic seconds; -inf: at any time.
-
-    An older marker is that of an earlier message with the same task id.
-    """
-    if delivery.is_redelivered:
-        return -math.inf
-    app = delivery.task.app
-    waited = delivery.header.deferral.waited(time_of_nodes(app))
-    return redlock_of(app).session.clock.now() - waited - CLOCKS_DIFFER
-
-
-def check_not_superseded(delivery: Delivery) -> None:
-    """Raise SupersededError if a later send has replaced the message of a redelivery or a copy.
-
-    Under the lock: no first delivery of a redelivery runs then, and the later send marks before it
-    asks for the lock. The sender of a copy knows no queue, so it marked the run without one.
-    """
-    run = delivery.run_id
-    if not (run.queue or run.life or delivery.is_redelivered) or run.retries:
-        return
-    _raise_if_superseded(delivery)
-
-
-def _raise_if_superseded(delivery: Delivery) -> None:
-    session = redlock_of(delivery.task.app).session
-    sent = str(delivery.run_id.of_all_copies)
-    if any(age < 0 for age in read_markers(session, sent)):
-        raise SupersededError(sent)
-
-
 def put_back_if_early(delivery: Delivery, wait_in_slot: float) -> None:
     """Publish a debounced message again that is here before its run is due.
 
@@ -339,7 +263,8 @@ def put_back_if_early(delivery: Delivery, wait_in_slot: float) -> None:
     longer. wait_in_slot: seconds to wait first, of a message that the broker did not take back.
     Raises Ignore, and SupersededError if a later send has replaced it.
     """
-    app, header = delivery.task.app, delivery.header
+    app = delivery.task.app
+    header = delivery.header
     deferral = header.deferral
     if not deferral.at or deferral.since or header.waits or not delivery.can_republish:
         return
@@ -348,7 +273,7 @@ def put_back_if_early(delivery: Delivery, wait_in_slot: float) -> None:
     left = deferral.left(now)
     if left <= CLOCKS_DIFFER:
         return
-    _raise_if_superseded(delivery)
+    raise_if_superseded(delivery)
     countdown = whole_seconds(hop_of(left, settings_of(app).countdown_cap))
     # counted from now on: a clock that was set back would have it go round until that time is over
     waits = replace(deferral, at=now, countdown=left)
@@ -360,90 +285,6 @@ def put_back_if_early(delivery: Delivery, wait_in_slot: float) -> None:
     raise Ignore("not due")
 
 
-def read_markers(session: Session, run: str) -> list[float]:
-    """Return how old the completion marker is on each node that answers in time, in seconds.
-
-    0 if the node has none, below 0 if a later send has replaced the run.
-    """
-    request = MARKER.call([completion_key(session.options.prefix, run)])
-    ages = session.nodes.query(request, read_number, script=MARKER).values()
-    return [age / 1000 for age in ages]
-
-
-def is_completed_since(delivery: Delivery, since: float) -> bool:
-    """Return whether a node knows that the run was completed after that, in monotonic seconds."""
-    session = redlock_of(delivery.task.app).session
-    ages = read_markers(session, str(delivery.run_id))
-    now = session.clock.now()
-    return any(age > 0 and now - age >= since for age in ages)
-
-
 def is_held_by_own_run(delivery: Delivery, refusal: NotAcquired) -> bool:
     """Return whether the holder is this very run, by another delivery of its message."""
     return isinstance(refusal, LockTaken) and is_of_run(refusal.holder, str(delivery.run_id))
-
-
-def defer_untried(sender: Any = None, request: Any = None, **_: Any) -> None:
-    """Give a message that would be refused a countdown before Celery looks for one.
-
-    If another message of the worker waits for the same lock, was refused it just now, or runs under
-    it in one of several slots, a new one would be refused as well: a run in the pool, and two
-    rounds to the nodes. So it waits in the worker's memory from the start, and what is told of it
-    is what the run would have told.
-
-    It tries if only a run can say what becomes of it: its key, `limit` or `on_conflict` is a
-    callable, it waits in its slot (`wait`), it may have run elsewhere, or its budget is spent. With
-    quorum queues each message tries: for those Celery cannot raise the prefetch, so messages that
-    wait would keep out all others. If its task has a rate limit, a try that is refused would use up
-    a token, so of each lock one message waits for its rate, and the others wait for that one.
-
-    sender: Celery's consumer. `admit_received` comes after this, and lets the message wait.
-    Source: celery.worker.strategy sends task_received before it reads the request's ETA.
-    """
-    room = rooms.get(sender)
-    if room is None or request.eta is not None or not room.may_refuse(request.task.name):
-        return  # most messages
-    delivery: Delivery | None = getattr(request, "delivery", None)
-    if delivery is None or request.name.startswith(CELERY_PREFIX):  # with app.Task = LockedTask
-        return
-    header = delivery.header
-    if header.unique is not None or header.deferral.at or delivery.may_have_run_elsewhere:
-        return
-    # Source of the first: celery.worker.consumer.tasks: Tasks.qos_global
-    if has_quorum_queues(sender.app) or not delivery.can_republish:
-        return
-    try:
-        refusal = _known_refusal(room, delivery, request)
-    except RedlockError:  # the run reports it
-        return
-    if refusal is None:
-        return
-    decision = decide(refusal, settings_of(sender.app).countdown_cap, random.uniform)
-    if isinstance(decision, Deferral):
-        reporter = StateReporter(delivery.task, delivery.request, request.send_event, room.states)
-        header = report(delivery, refusal, decision, reporter, stays=True)
-        signals.lock_deferred.send(delivery.task, event=header.deferral.event())
-        request.carry(header)
-
-
-def _known_refusal(room: WaitingRoom, delivery: Delivery, request: Any) -> Refusal | None:
-    """Return the refusal that a run would get; None if that is not known. Raises RedlockError."""
-    config = config_of(delivery.task)
-    queue = delivery.queue(config.queues)
-    options = config.options_for(queue, config.heeded(delivery.header.options))
-    if options.on_conflict != "defer" or options.wait > 0:
-        return None
-    if callable(options.key) or callable(options.limit):  # never called in the event loop
-        return None
-    arguments = dumped(delivery.task, tuple(request.args), dict(request.kwargs))
-    call = TaskCall(delivery.task, *arguments, queue)
-    resources = config.resources(options, call)
-    ordered, limits, rates = config.keys(options, call, resources)
-    asked = [QueueKey.of(one, (limits or {}).get(one, 1), "") for one in ordered]
-    if rates is not None:
-        asked += [QueueKey(name_of_rate(one), rates[one]) for one in ordered if one in rates]
-    error = room.refusal_of(request, asked)
-    if error is None:
-        return None
-    now = time_of_nodes(delivery.task.app)
-    return Refusal(error, now, options, resources, call, delivery.header.deferral)

@@ -1,7 +1,7 @@
 """`LockedRun`: one execution of a task's body under its lock. Read this first.
 
-`LockedRun.execute` is the way to the body; `release_after_run`, Celery's task_postrun, is the end.
-What becomes of a delivery that does not get its lock: `outcomes.py`.
+`LockedRun.execute` is the way to the body; its end is `release_after_run` in `end.py`. What becomes
+of a delivery that does not get its lock: `outcomes.py`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from celery import states as celery_states
 from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded
 
 from celery_redlock.errors import (
@@ -30,18 +29,22 @@ from celery_redlock.lock.model.options import CompletionMarker, LockOptions
 from celery_redlock.lock.platform.threads import uninterruptible
 from celery_redlock.tasks.arguments import Arrivals
 from celery_redlock.tasks.body import MonitoredBody
-from celery_redlock.tasks.children.reaper import is_end_announced, this_process
 from celery_redlock.tasks.declaration import check_finished, config_of, dumped, refuse_aio_pool
-from celery_redlock.tasks.delivery.delivery import CONTINUES, HEADER, Delivery
+from celery_redlock.tasks.delivery.delivery import CONTINUES, Delivery
 from celery_redlock.tasks.delivery.republish import NotRepublishedError
 from celery_redlock.tasks.delivery.route import queue_of_call
 from celery_redlock.tasks.execution import outcomes
+from celery_redlock.tasks.execution.completion_markers import (
+    check_not_superseded,
+    completion_marker,
+    is_completed_since,
+)
 from celery_redlock.tasks.execution.deferral import Refusal
 from celery_redlock.tasks.per_app import redlock_as_set, redlock_of, time_of_nodes
 from celery_redlock.tasks.recovery.keeper import leave, refused
+from celery_redlock.tasks.settings.call import CallKeys, TaskCall
 from celery_redlock.tasks.settings.options import TaskLockOptions
-from celery_redlock.tasks.settings.task_config import CallKeys, TaskCall
-from celery_redlock.tasks.unique.claim import ClaimToken, end_claim
+from celery_redlock.tasks.unique.claim import ClaimToken
 
 logger = logging.getLogger(__name__)
 
@@ -75,10 +78,14 @@ class LockedRun:
     options: TaskLockOptions
 
     def __init__(self, delivery: Delivery, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        self.delivery, self.args, self.kwargs = delivery, args, kwargs
+        self.delivery = delivery
+        self.args = args
+        self.kwargs = kwargs
         unique = delivery.header.unique
         self.token = None if unique is None else ClaimToken.of(unique)
-        self.unlocked, self.outcome_stored, self.no_limit = False, False, None
+        self.unlocked = False
+        self.outcome_stored = False
+        self.no_limit = None
         self.body_began = False
         self.is_reported = False  # STARTED is stored and sent, or need not be
         outer = sys.exc_info()[1]
@@ -113,8 +120,10 @@ class LockedRun:
         return self._run_body(body) if self.keys.resources else body(*self.args, **self.kwargs)
 
     def _resolve_options(self) -> None:
-        delivery, task = self.delivery, self.delivery.task
-        config, carried = config_of(task), delivery.header.options
+        delivery = self.delivery
+        task = self.delivery.task
+        config = config_of(task)
+        carried = delivery.header.options
         self.done_ttl = config.app.done_ttl
         if delivery.request.is_eager:
             queue = queue_of_call(task, self.args, self.kwargs)
@@ -146,7 +155,9 @@ class LockedRun:
             task = self.delivery.task
             self.token.mark_superseded(redlock_of(task.app).session, task.name)
         unsent: NotRepublishedError | None = None
-        before, pause, is_over = 0.0, 0.0, False
+        before = 0.0
+        pause = 0.0
+        is_over = False
         try:
             while not is_over:
                 try:
@@ -155,7 +166,9 @@ class LockedRun:
                     self._try_to_acquire(pause)
                     is_over = True
                 except NotRepublishedError as error:
-                    unsent, before, delivery = error, pause, self.delivery
+                    unsent = error
+                    before = pause
+                    delivery = self.delivery
                     # it goes on in its slot as if the message had come back
                     self.delivery = Delivery(delivery.task, delivery.request, error.header)
                 except SoftTimeLimitExceeded:
@@ -172,7 +185,7 @@ class LockedRun:
         """Do so once; wait_in_slot: seconds, of a message that the broker did not take back."""
         delivery = self.delivery
         is_unique = self.token is not None
-        marker = outcomes.completion_marker(delivery, self.done_ttl, is_unique=is_unique)
+        marker = completion_marker(delivery, self.done_ttl, is_unique=is_unique)
         label = label_of_run(str(delivery.run_id), delivery.request.hostname)
         self.lock = lock_of(
             delivery.task,
@@ -190,7 +203,7 @@ class LockedRun:
                 outcomes.put_back_if_early(delivery, wait_in_slot)
             self._acquire(wait_in_slot)
             if self.token is not None:
-                outcomes.check_not_superseded(delivery)
+                check_not_superseded(delivery)
                 self._end_claim_at_start()
             if self.keys.rates and delivery.cancelled is None:
                 begin_body(self.lock)  # last: whatever takes its time would delay the body
@@ -198,7 +211,8 @@ class LockedRun:
             registered.pop(RUN, None)
             self.is_reported = False
             release_all(self.lock)  # it may have been granted, and a node failed after that
-            before, at = delivery.header.deferral, time_of_nodes(delivery.task.app)
+            before = delivery.header.deferral
+            at = time_of_nodes(delivery.task.app)
             found = Refusal(refusal, at, self.options, self.keys.resources, self.call, before)
             outcomes.end_refused(delivery, found)
             self.unlocked = True
@@ -267,7 +281,8 @@ class LockedRun:
         if self.is_reported:
             return
         self.is_reported = True
-        delivery, was_deferred = self.delivery, self.delivery.was_deferred
+        delivery = self.delivery
+        was_deferred = self.delivery.was_deferred
         # taken over from `track_started` by `LockedTask.on_bound`
         tracks = getattr(delivery.task, "_redlock_track_started", False)
         if tracks or was_deferred:
@@ -279,7 +294,8 @@ class LockedRun:
         What the body raises stands, for its own error says more; unless the message was delivered
         again meanwhile, and that delivery has ended: then this one is discarded.
         """
-        delivery, aborts = self.delivery, self.options.on_lost == "abort"
+        delivery = self.delivery
+        aborts = self.options.on_lost == "abort"
         acks_late = delivery.acks_late
         began = redlock_of(delivery.task.app).session.clock.now() if acks_late else 0.0
         monitored = MonitoredBody(
@@ -304,7 +320,7 @@ class LockedRun:
             raise
         except Exception:
             is_lost = acks_late and loss_of(self.lock) is not None
-            is_done = is_lost and outcomes.is_completed_since(delivery, began)
+            is_done = is_lost and is_completed_since(delivery, began)
             # if none is stored, this body stored a state of its own over it: a final one follows
             if is_done and delivery.reporter.has_final_state(if_none_wanted=True):
                 outcomes.discard_redelivery(delivery)
@@ -382,68 +398,3 @@ def lock_of(
         marker=marker,
     )
     return Lock(redlock_as_set(task.app), lock_options)
-
-
-def is_completed(state: str | None, outcome: object) -> bool:
-    """Return whether a run that ended like this is completed: its message does not come back.
-
-    state: the tracer's word, None if an exception passed it.
-    Source: celery.worker.request: Request.on_success, on_failure and on_retry. A MemoryError ends
-    the worker with the message unacknowledged.
-    """
-    if state == celery_states.REJECTED:
-        return isinstance(outcome, Reject) and not outcome.requeue
-    if state == celery_states.FAILURE:
-        return not isinstance(outcome, MemoryError)
-    return state in (celery_states.SUCCESS, celery_states.RETRY, celery_states.IGNORED)
-
-
-@uninterruptible
-def release_after_run(sender: Any = None, retval: Any = None, state: Any = None, **_: Any) -> None:
-    """Release after the result, links and retry are stored or published, and hooks are called.
-
-    Source: celery.app.trace sends task_postrun in a finally, on every way out of a run that the
-    child itself can see. An exception that passes there is one of the result backend or of a link,
-    and no end of the run; or of a hook of the user's, which comes after the end.
-    """
-    error = sys.exc_info()[1]  # nothing else before the `try`: an exception would leak the lock
-    try:
-        end_run(sender, retval, state, error)
-    except BaseException:  # cut, as by a soft time limit: nothing else releases the lock after this
-        end_run(sender, retval, state, error)
-        raise
-
-
-@uninterruptible
-def end_run(task: Any, retval: Any, state: str | None, error: BaseException | None) -> None:
-    """End a send's claim, mark the run as completed, and release its lock; twice does no harm.
-
-    error: the exception that passes Celery's tracer, or one that was handled around the run.
-    """
-    request = task.request
-    run: LockedRun | None = request.__dict__.get(RUN)
-    if run is None and HEADER not in request.__dict__:
-        return  # released already, and no claim to end
-    delivery = Delivery(task, request) if run is None else run.delivery
-    is_gone = not delivery.acks_late  # its message
-    goes_on = state == celery_states.RETRY or CONTINUES in request.__dict__
-    if error is None or error is request.__dict__.get(OUTER_ERROR):
-        completed = is_completed(state, retval)
-    else:
-        # Source: celery.worker.request: Request.on_failure handles the message of a child as if the
-        # run had ended with that. In other pools task_failure ends the claim, if it is handled.
-        kind = celery_states.REJECTED if isinstance(error, Reject) else celery_states.FAILURE
-        is_final = isinstance(error, Exception) and is_completed(kind, error)
-        is_gone = is_gone or (is_final and this_process.slot is not None)
-        is_of_hook = run is not None and run.outcome_stored
-        completed = (is_final and is_of_hook) or is_end_announced(str(delivery.run_id))
-        if not isinstance(error, Exception) and getattr(task, "retry_on_worker_lost", False):
-            goes_on = True  # the main process publishes a retry
-        while not goes_on and error is not None:  # a retry is published before its state is stored
-            goes_on, error = isinstance(error, Retry), error.__context__
-    if (completed or is_gone) and not goes_on and delivery.header.unique is not None:
-        end_claim(task.app, delivery.header)
-    if run is not None:
-        if run.body_began and not delivery.acks_late:
-            completed = delivery.may_have_run_elsewhere  # no other publication of it is to run
-        run.release(completed=completed)

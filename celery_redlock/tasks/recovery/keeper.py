@@ -11,6 +11,7 @@ import logging
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn
 
 from celery.exceptions import Ignore
@@ -62,8 +63,10 @@ class Keeper:
         sender: Any,
         on_moved_away: Callable[[str], object],
     ) -> None:
-        self._clock, self._platform = platform.clock, platform
-        self._connect, self._name = connect, name
+        self._clock = platform.clock
+        self._platform = platform
+        self._connect = connect
+        self._name = name
         self._notices = Notices(platform, sender)
         self._on_moved_away = on_moved_away
         self._asked: Ledger | None = None  # of who asks whether the lease lives
@@ -108,9 +111,11 @@ class Keeper:
         self._take_over(ledger, own)
 
     def _take_over(self, asked: Ledger, own: _Own) -> None:
-        before, self._asked = self._asked, asked
+        before = self._asked
+        self._asked = asked
         with self._mutex:
-            resigned, self._own = self._own, own
+            resigned = self._own
+            self._own = own
             self._joins += 1
         if before is not None:
             before.close()
@@ -178,7 +183,8 @@ class Keeper:
         """Resign, as the worker has ended: what it has not given back is moved by another one."""
         with self._mutex:
             self._is_ended = True
-            own, self._own = self._own, NONE
+            own = self._own
+            self._own = NONE
         self._notices.end()
         self._timer.wake()
         asked = self._asked
@@ -208,7 +214,8 @@ class Keeper:
                     ledger.close()
                     ledger = None
                     self._observer.forget()
-                joins, ledger = self._joins, ledger or self._connect()
+                joins = self._joins
+                ledger = ledger or self._connect()
                 self._look(ledger)
                 self._begin(ledger)
             except BaseException as error:  # SystemExit of a receiver, too: this thread must go on
@@ -224,7 +231,9 @@ class Keeper:
 
         The beat is first: if the broker refuses a move, this worker is alive all the same.
         """
-        own, sent, beat = self._own, self._clock.now(), Beat(False)
+        own = self._own
+        sent = self._clock.now()
+        beat = Beat(False)
         if own.lease not in ("", self._given_up):
             beat = self._beat(ledger, own.lease, claims=True)
         if not beat.is_alive:
@@ -270,7 +279,8 @@ class Keeper:
 
         What others have not moved yet is moved then. A worker whose join is refused has no lease.
         """
-        joins, now = self._joins, self._clock.now()
+        joins = self._joins
+        now = self._clock.now()
         self._observer.forget()
         if self._is_ended or self._own.lease != lost or not self._tries.may_try(JOIN, now):
             return
@@ -342,13 +352,14 @@ class Keeper:
 
     def _move_all(self, ledger: Ledger, lease: str, why: str) -> Moved:
         name = ledger.name_of(lease) or "a worker"
-        between, is_counted = lambda: self._beat_between(ledger), why != OWN
-        done = ledger.move_all(lease, between, is_counted=is_counted)
+        between = partial(self._beat_between, ledger)
+        done = ledger.move_all(lease, between, is_counted=why != OWN)
         self._notices.tell_of_moves(name, lease, why, done)
         return done
 
     def _beat_between(self, ledger: Ledger) -> None:
-        own, now = self._own, self._clock.now()
+        own = self._own
+        now = self._clock.now()
         if now - own.answered <= BEAT_INTERVAL or own.lease in ("", self._given_up):
             return
         if self._beat(ledger, own.lease).is_alive:

@@ -78,7 +78,8 @@ class Ledger:
     @classmethod
     def of(cls, channel: Any, prefix: str) -> Ledger:
         """Return that of the broker of a channel. prefix: the setting `redlock_prefix`."""
-        at, key = channel.global_keyprefix, channel.unacked_key
+        at = channel.global_keyprefix
+        key = channel.unacked_key
         start = f"{at}{{{prefix}}}:worker"
         return cls(
             redis.Redis(connection_pool=channel.pool),
@@ -133,7 +134,8 @@ class Ledger:
 
         between: is called after each round trip.
         """
-        cursor, pattern = None, bytes_of(match)
+        cursor = None
+        pattern = bytes_of(match)
         while cursor != 0:
             cursor, found = self.client.hscan(self.unacked, cursor or 0, pattern, SCANNED)
             between()
@@ -209,7 +211,10 @@ class Ledger:
         A message of None is kept. lease: the dead worker lease that they have, which is claimed on;
         "" for none.
         """
-        done, keys, args, size = Moved(), list[str](), list[str](), 0
+        done = Moved()
+        keys = list[str]()
+        args = list[str]()
+        size = 0
         for tag, name, payload in messages:
             if payload is None:
                 done.kept += 1
@@ -220,7 +225,9 @@ class Ledger:
             if size > CHUNK:
                 self._move(lease, keys, args, done)
                 between()
-                keys, args, size = [], [], 0
+                keys = []
+                args = []
+                size = 0
         if keys:
             self._move(lease, keys, args, done)
             between()

@@ -25,7 +25,8 @@ class Notices:
     """The log and the signal of one worker. sender: of the signal."""
 
     def __init__(self, platform: Platform, sender: Any) -> None:
-        self._platform, self._sender = platform, sender
+        self._platform = platform
+        self._sender = sender
         self._mutex = platform.new_mutex()  # of the next two
         self._is_sending = False
         self._is_ended = False

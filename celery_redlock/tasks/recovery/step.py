@@ -16,7 +16,7 @@ from redis import ResponseError
 
 from celery_redlock import anchors
 from celery_redlock.lock.platform.clock import Platform, SystemClock
-from celery_redlock.tasks.delivery.delivery import HEADER
+from celery_redlock.tasks.delivery.header import HEADER
 from celery_redlock.tasks.per_app import settings_of
 from celery_redlock.tasks.recovery.keeper import Keeper
 from celery_redlock.tasks.recovery.ledger import Ledger, is_kombus, ledger_beside
@@ -28,7 +28,8 @@ logger = logging.getLogger(__name__)
 # what the step asks of kombu's channel, its connection and what it keeps of deliveries; without one
 # of them no message is tagged
 _OF_CHANNEL = ("_q_for_pri", "_get_message_priority", "_fanout_queues", "pool")
-_CALLBACKS, QUICK_ACK = "_callbacks", "_quick_ack"
+_CALLBACKS = "_callbacks"
+QUICK_ACK = "_quick_ack"
 _IN_POLL = "_in_poll"  # the connection of an open BRPOP; without that name its reply may wait
 
 
@@ -44,7 +45,8 @@ class RecoverMessages(bootsteps.StartStopStep):
 
     def __init__(self, parent: Any, platform: Platform | None = None, **options: Any) -> None:
         super().__init__(parent, **options)
-        self._app, self._consumer = parent.app, parent
+        self._app = parent.app
+        self._consumer = parent
         self._platform = platform or Platform(SystemClock())
         self._keeper: Keeper | None = None
         self._has_warned = False

@@ -29,7 +29,10 @@ from celery_redlock.tasks.recovery.observer import BEAT_INTERVAL, LENGTH, PROOF,
 from celery_redlock.tasks.recovery.tags import PREFIX, DeliveryTag, lease_of, moves_of
 
 # of a worker lease: it beats; it does not, without a proof so far; it is dead; there is none
-ALIVE, SILENT, DEAD, LEFT = "alive", "silent", "dead", "left"
+ALIVE = "alive"
+SILENT = "silent"
+DEAD = "dead"
+LEFT = "left"
 LONGEST_PROOF = 3 * PROOF  # s: an observer that is late begins anew
 
 
@@ -73,10 +76,12 @@ class Unacknowledged:
         """Read what kombu noted; without a task if another program wrote it."""
         try:
             raw = json.loads(entry)[0]
-            headers, moves = raw.get("headers") or {}, moves_of(raw["properties"])
+            headers = raw.get("headers") or {}
+            moves = moves_of(raw["properties"])
             names = str(headers.get("task") or ""), str(headers.get("id") or "")
         except (ValueError, LookupError, TypeError, AttributeError):
-            names, moves = ("", ""), 0
+            names = ("", "")
+            moves = 0
         return cls(tag, *names, taken, max(0.0, now - taken), moves, entry)
 
 
@@ -110,9 +115,11 @@ class Survey:
             pipe.zrange(ledger.dead, 0, -1).hgetall(ledger.names)
             (seconds, micros), living, dead, named = pipe.execute()
         names = {decoded(lease): decoded(name) for lease, name in named.items()}
-        now, reports = seconds + micros / 1e6, []
+        now = seconds + micros / 1e6
+        reports = []
         for key, beat in living:
-            lease, silent_for = decoded(key), now - beat / 1000
+            lease = decoded(key)
+            silent_for = now - beat / 1000
             state = SILENT if abs(silent_for) > QUIET else ALIVE  # ahead: the clock was set back
             left = max(0.0, silent_for)
             report = LeaseReport(lease, names.get(lease, ""), state, left, 0, None, f"{beat:.0f}")
@@ -131,7 +138,9 @@ class Survey:
 
         It waits for that proof as a worker does, by its own clock.
         """
-        observer, dead, end = Observer(), dict[str, str](), clock.now() + LONGEST_PROOF
+        observer = Observer()
+        dead = dict[str, str]()
+        end = clock.now() + LONGEST_PROOF
         while True:
             sent = clock.now()
             silent = [one for one in self._leases() if one.state == SILENT]
@@ -172,7 +181,8 @@ class Survey:
 
     def older_than(self, seconds: float) -> Iterator[Unacknowledged]:
         """Yield the messages without a worker lease that were taken longer ago."""
-        ledger, now = self.ledger, self.now()
+        ledger = self.ledger
+        now = self.now()
         known = {one.lease for one in self._leases()}
         index = ledger.client.zrangebyscore(
             ledger.index, "-inf", f"({now - seconds}", withscores=True
@@ -195,7 +205,8 @@ class Survey:
             return ""
 
     def _list_of(self, message: Unacknowledged) -> str:
-        channel, queues = self.channel, self.app.amqp.queues
+        channel = self.channel
+        queues = self.app.amqp.queues
         tag = DeliveryTag.of(message.tag)
         if tag is not None:
             steps = channel.priority_steps
@@ -250,5 +261,6 @@ def sweep_of(app: Any) -> tuple[float, str]:
     if not all(hasattr(channel, name) for name in names):
         return 100.0, ""
     interval, throttle = (options.get(name, getattr(channel, name)) for name in names)
-    interval, throttle = interval if interval > 0 else 10, throttle or 1
+    interval = interval if interval > 0 else 10
+    throttle = throttle or 1
     return float(interval * throttle), f"{names[0]}={interval:g}, {names[1]}={throttle:g}"

@@ -10,7 +10,7 @@ from uuid import uuid4
 
 from celery_redlock.errors import SettingsError
 from celery_redlock.tasks.declaration import config_of
-from celery_redlock.tasks.delivery.delivery import HEADER
+from celery_redlock.tasks.delivery.header import HEADER
 from celery_redlock.tasks.delivery.republish import MOVES
 from celery_redlock.tasks.settings.options import TaskLockOptions
 

@@ -6,5 +6,5 @@ list of options. `app.py` has the table of settings for the whole app, and names
 value: `OptionSource.wrong` makes the error for a wrong one; `lock/validation.py` checks what the
 lock checks, too. `levels.py` reads and merges levels, and derives values from what the app says of
 its broker: nodes, visibility timeout, the longest countdown. `task_config.py` keeps the result for
-one task, and makes the resources of a call from `templates.py`.
+one task, and makes the resources of a call (`call.py`) from `templates.py`.
 """

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 from celery_redlock.errors import SettingsError, closest_or_all
 from celery_redlock.lock.validation import check_drift, check_guard, check_prefix, check_seconds
 
-DEFAULT_TTL, DEFAULT_MAX_TTL = 30.0, 60.0  # seconds
+DEFAULT_TTL = 30.0  # seconds
+DEFAULT_MAX_TTL = 60.0  # seconds
 DEFAULT_PREFIX = "redlock"
 CELERY_PREFIX = "celery."  # the start of the names of Celery's own tasks
 BEAT = "celery_redlock.beat:LockedScheduler"

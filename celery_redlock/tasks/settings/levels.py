@@ -130,14 +130,17 @@ def check_outside(options: Mapping[str, Any]) -> None:
 def check_together(level: str, options: Mapping[str, Any]) -> None:
     """Raise SettingsError for merged options that are valid one by one, but not together."""
     whole = {**BUILT_IN, **options}
-    limit, rate, key = whole["limit"], whole["rate"], whole["key"]
+    limit = whole["limit"]
+    rate = whole["rate"]
+    key = whole["key"]
     names = templates_of(key)
     # each run asks a callable, and a mapping is of a key
     if not callable(limit) and not (key is False and isinstance(limit, Mapping)):
         check_permits(level, limit=limit, fencing=whole["fencing"], names=names)
     if key is not False:
         check_rates(level, rate=rate, names=names)
-    debounce, longest = whole["debounce"], whole["debounce_max"]
+    debounce = whole["debounce"]
+    longest = whole["debounce_max"]
     if debounce is not None and whole["unique_for"] is not None:
         hint = (
             "cannot be combined with debounce, which deduplicates calls until the run is due: "
@@ -173,12 +176,14 @@ def option_meant(written: object, prefix: str = "") -> str:
 def read_app(conf: Mapping[str, Any], namespace: str | None = None) -> AppSettings:
     """Return the settings of `app.conf`. namespace: that iteration puts before their names."""
     check_known_names(conf, namespace)
-    nodes, nodes_from = (), ""
+    nodes = ()
+    nodes_from = ""
     with suppress(SettingsError):  # by the first send or run: an app may share its tasks alone
         nodes, nodes_from = find_nodes(conf)
     if nodes_from:
         check_nodes("app", nodes_from, nodes)
-    done_ttl, unacknowledged = _value(conf, "done_ttl"), visibility_timeout(conf) or OTHER_BROKERS
+    done_ttl = _value(conf, "done_ttl")
+    unacknowledged = visibility_timeout(conf) or OTHER_BROKERS
     if done_ttl is None:  # by then no other delivery of the run's message is expected
         done_ttl = min(unacknowledged + 60.0, LONGEST_DONE_TTL)
     # so that a redelivery that waits asks again before the marker of the first one expires
@@ -209,7 +214,8 @@ def _value(conf: Mapping[str, Any], name: str) -> Any:
 
 def _call_options(conf: Mapping[str, Any]) -> frozenset[str] | None:
     """Return the names of the options that a message may carry; raises SettingsError."""
-    source, value = OptionSource.at("app", "call_options"), _value(conf, "call_options")
+    source = OptionSource.at("app", "call_options")
+    value = _value(conf, "call_options")
     if value is None:
         return None
     if not isinstance(value, (list, tuple, set, frozenset)):
@@ -225,9 +231,11 @@ def check_known_names(conf: Mapping[str, Any], namespace: str | None = None) -> 
     known = [f"redlock_{name}" for name in (*OPTION, *APP_SETTING)]
     before = f"{namespace.lower()}_" if namespace else ""
     for written in conf:
-        name, start = str(written).lower(), ""
+        name = str(written).lower()
+        start = ""
         if before and name.startswith(before):
-            name, start = name[len(before) :], str(written)[: len(before)]
+            name = name[len(before) :]
+            start = str(written)[: len(before)]
         if name.startswith("redlock_") and name not in known:
             is_upper = str(written).isupper()
             as_written = [start + (one.upper() if is_upper else one) for one in known]
@@ -239,7 +247,9 @@ def _by_pattern(
     level: str, conf: Mapping[str, Any], app: AppSettings, *, travels: bool
 ) -> Mapping[str, Mapping[str, Any]]:
     """Return the options of a level, "queues" or "tasks", by name or glob, checked."""
-    given, kind, whole = _value(conf, level) or {}, level[:-1], OptionSource.at("app", level)
+    given = _value(conf, level) or {}
+    kind = level[:-1]
+    whole = OptionSource.at("app", level)
     if not isinstance(given, Mapping):
         raise whole.wrong(given, f"must map {kind} names or globs to options")
     result = {}

@@ -14,9 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
-
-from celery.exceptions import SoftTimeLimitExceeded
+from typing import Any
 
 from celery_redlock.errors import SettingsError
 from celery_redlock.lock.model.keys import in_order
@@ -32,6 +30,7 @@ from celery_redlock.tasks.settings.app import (
     leave_out,
     pattern_for,
 )
+from celery_redlock.tasks.settings.call import CallKeys, TaskCall
 from celery_redlock.tasks.settings.levels import (
     KEY_OPTIONS,
     OF_THE_KEY,
@@ -62,23 +61,6 @@ _NEED_A_KEY = (
 )  # fmt: skip
 
 
-class TaskCall(NamedTuple):
-    """One call of a task, from which its resources are made. task: for a key that is a callable."""
-
-    task: Any
-    args: Sequence[Any]
-    kwargs: Mapping[str, Any]
-    queue: str
-
-
-class CallKeys(NamedTuple):
-    """What a call locks, in the order in which it does; limits above 1 and rates by resource."""
-
-    resources: tuple[str, ...]
-    limits: Mapping[str, int] | None
-    rates: Mapping[str, Rate] | None
-
-
 @dataclass(frozen=True)
 class TaskLockConfig:
     """The configuration of one task's lock, checked when it is made.
@@ -100,7 +82,8 @@ class TaskLockConfig:
 
     def __post_init__(self) -> None:
         """Raise SettingsError if the key cannot be filled, or options exclude each other."""
-        app, options = self.app, self.options
+        app = self.app
+        options = self.options
         if decides_key(options):
             self.check_level(options, self.source)
         elif decides_key(app.options) or not any(map(decides_key, app.queues.values())):
@@ -167,7 +150,8 @@ class TaskLockConfig:
 
     def overridden(self, queue: str, options: TaskLockOptions) -> dict[str, Any]:
         """Return what a call has changed of what is excluded. options: in force for the call."""
-        usual, excluding = vars(self.options_for(queue)), (*KEY_OPTIONS, "limit", "rate")
+        usual = vars(self.options_for(queue))
+        excluding = (*KEY_OPTIONS, "limit", "rate")
         return {n: v for n, v in vars(options).items() if n in excluding and v != usual[n]}
 
     def levels(
@@ -226,7 +210,9 @@ class TaskLockConfig:
         """Raise SettingsError if a level's `key` or `args` names an argument that is not there."""
         if not decides_key(options):
             return
-        key, args, parameters = options.get("key"), options.get("args"), self.signature.parameters
+        key = options.get("key")
+        args = options.get("args")
+        parameters = self.signature.parameters
         if args is not None:
             self._check_names(args, parameters, source_of("args"), args)
             self._check_defaults(None, args)
@@ -252,7 +238,8 @@ class TaskLockConfig:
         names: the arguments of the digest. None is no error, nor is a default without the item
         that a template names: a call may give another value.
         """
-        parameters, templated = self.signature.parameters, fields_of_key(key)
+        parameters = self.signature.parameters
+        templated = fields_of_key(key)
         defaults = {n: p.default for n, p in parameters.items() if p.default is not p.empty}
         is_digest = "digest" not in parameters and any(one.name == "digest" for one in templated)
         checked: list[tuple[str, Any, Callable[[Any], Any]]] = []
@@ -280,10 +267,15 @@ class TaskLockConfig:
             return ()
         if callable(key):
             return self._called(options, call)
-        parameters, args, kwargs = self.parameters, call.args, call.kwargs
+        parameters = self.parameters
+        args = call.args
+        kwargs = call.kwargs
         binder = parameters.binder
         if parameters.through and not reads_arguments(key, options.args, self.signature):
-            binder, args, kwargs = dict, (), {}  # whatever a decorator adds
+            # whatever a decorator adds
+            binder = dict
+            args = ()
+            kwargs = {}
         elif parameters.taken:
             args, kwargs = parameters.passed_on(args, kwargs)
         try:
@@ -320,8 +312,9 @@ class TaskLockConfig:
         )
 
     def _called(self, options: TaskLockOptions, call: TaskCall) -> tuple[str, ...]:
-        source, key = self.source("key"), options.key
-        returned = _asked(key, source, call)
+        source = self.source("key")
+        key = options.key
+        returned = call.ask(key, source)
         if returned is None:
             return ()
         found = returned if isinstance(returned, (list, tuple)) else [returned]
@@ -357,11 +350,12 @@ class TaskLockConfig:
         Raises SettingsError for what a callable raises, or if it returns no limit.
         resources: as `resources` returned them for the call.
         """
-        limit, source = options.limit, self.source("limit")
+        limit = options.limit
+        source = self.source("limit")
         if not resources:
             return None
         if callable(limit):
-            limit = _asked(limit, source, call)
+            limit = call.ask(limit, source)
         names = templates_of(options.key) or resources
         by_name = check_permits(source.level, limit=limit, fencing=options.fencing, names=names)
         if by_name is None:
@@ -383,8 +377,9 @@ class TaskLockConfig:
             own = by_name.get(name)
             if own is None:
                 continue
-            if found.setdefault(resource, own) != own:
-                hint = f"{resource!r} has two rates for these arguments: {own}, {found[resource]}"
+            other = found.setdefault(resource, own)
+            if other != own:
+                hint = f"{resource!r} has two rates for these arguments: {own}, {other}"
                 raise self.source("rate").wrong(options.rate, hint)
         return found or None
 
@@ -399,17 +394,6 @@ class TaskLockConfig:
         if is_too_long(text):
             raise self.source("key").wrong(template, f"{_TOO_LONG}; these arguments give more")
         return text
-
-
-def _asked(option: Callable[..., Any], source: OptionSource, call: TaskCall) -> Any:
-    """Return what the user's callable returns for a call; SettingsError for what it raises."""
-    try:
-        return option(call.task, tuple(call.args), dict(call.kwargs))
-    except SoftTimeLimitExceeded:
-        raise
-    except Exception as error:
-        hint = f"the callable raised {type(error).__name__}: {error}"
-        raise source.wrong(option, hint) from error
 
 
 def compile_config(

@@ -175,7 +175,8 @@ def reads_arguments(key: Any, args: tuple[str, ...] | None, signature: Signature
 
 def fill(template: str, arguments: Mapping[str, Any], task: str, queue: str) -> str:
     """Return a template filled from the arguments of one call; raises as `Field.fill`."""
-    parts, known = compiled(template), {"task": task, "queue": queue, **arguments}
+    parts = compiled(template)
+    known = {"task": task, "queue": queue, **arguments}
     if "digest" in template and any(one.name == "digest" for one in fields_of(parts)):
         known.setdefault("digest", digest(arguments, task))
     return _joined(parts, known)

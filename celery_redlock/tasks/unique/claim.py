@@ -1,7 +1,7 @@
 """The claim of a unique send on its key, and the token of it that the message carries.
 
 Not here: what the nodes are asked and reply (`rounds.py`), and how the token gets into the message
-(`send.py`). The claim ends with the run (`tasks/execution/run.py`), or here, if a message starts no
+(`send.py`). The claim ends with the run (`tasks/execution/end.py`), or here, if a message starts no
 run.
 """
 
@@ -25,15 +25,10 @@ from celery_redlock.lock.model.keys import SENDING, SENT, completion_key, resour
 from celery_redlock.lock.platform.threads import uninterruptible
 from celery_redlock.lock.transport.command import IGNORE_REPLY, Command, encode_command
 from celery_redlock.lock.validation import LONGEST
-from celery_redlock.tasks.delivery.delivery import HEADER, LockHeader, is_moment
+from celery_redlock.tasks.delivery.header import HEADER, LockHeader, is_moment
 from celery_redlock.tasks.per_app import redlock_of
 from celery_redlock.tasks.settings.options import TaskLockOptions
-from celery_redlock.tasks.unique.rounds import (
-    ClaimRelease,
-    ClaimRound,
-    EarlierSend,
-    change,
-)
+from celery_redlock.tasks.unique.rounds import ClaimRelease, ClaimRound, EarlierSend, change
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -41,7 +36,9 @@ T = TypeVar("T")
 SENDING_TTL = 5.0  # seconds for which others wait for an unconfirmed send: it may be slow, or dead
 MIN_ROUNDS = 4  # node timeouts that SENDING_TTL leaves time for at least
 MOST_WAIT = 1.0  # seconds for which a debounced send waits for a rival: then both run
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.01, 0.25  # seconds between tries while another send is unconfirmed
+# seconds between tries while another send is unconfirmed
+_FIRST_PAUSE = 0.01
+_LONGEST_PAUSE = 0.25
 MIN_MARKER_TTL = 60.0  # seconds
 _ENDS = ("started", "finished", "expired")
 _IS_A_TOKEN = re.compile(r"[0-9a-f]{32}")
@@ -61,8 +58,11 @@ class Claim:
         self, session: Session, name: str, run_id: RunId, options: TaskLockOptions,
         unique_for: float, late: float = 0.0,
     ) -> None:  # fmt: skip
-        self._session, self.name, self.run_id = session, name, run_id
-        self._options, self._late = options, late
+        self._session = session
+        self.name = name
+        self.run_id = run_id
+        self._options = options
+        self._late = late
         self._debounce = options.debounce
         self.lasts = unique_for if self._debounce is None else self._until_due(0.0)
         self.carried: ClaimToken | None = None
@@ -87,7 +87,8 @@ class Claim:
         publish: takes the token for the message, None without a claim. If it raises, the claim is
         given up. Raises QuorumUnreachable if on_unreachable="fail", and SettingsError.
         """
-        earlier, why = None, f"no quorum of nodes agrees on an earlier send of {self.name!r}"
+        earlier = None
+        why = f"no quorum of nodes agrees on an earlier send of {self.name!r}"
         try:
             try:
                 earlier = self.open()
@@ -121,7 +122,8 @@ class Claim:
         Waits while another send of the name is unconfirmed. If no quorum agrees within that time,
         returns None without a token. Raises QuorumUnreachable, SettingsError.
         """
-        clock, tries = self._session.clock, 0
+        clock = self._session.clock
+        tries = 0
         patience = self._sending_ttl if self._debounce is None else MOST_WAIT
         started = clock.now()
         while True:
@@ -139,9 +141,11 @@ class Claim:
 
         since: the monotonic second of the first try.
         """
-        session, replaced = self._session, None
+        session = self._session
+        replaced = None
         # a new one for each try: the release of an old one, delivered late, cannot end this one
-        self._token, self._rounds = session.platform.new_token(), []
+        self._token = session.platform.new_token()
+        self._rounds = []
         self._opened_at = session.clock.now()
         first = self._ask("")
         earlier = first.agreed
@@ -181,7 +185,8 @@ class Claim:
         """
         session = self._session
         asks_age = self._options.debounce_max is not None and not expected
-        round_, sent = ClaimRound(session.nodes, asks_age=asks_age), session.clock.now()
+        round_ = ClaimRound(session.nodes, asks_age=asks_age)
+        sent = session.clock.now()
         self._rounds.append(round_)
         joined = (age,) if expected else ()
         terms = [str(max(1, int(one * 1000))) for one in (self.lasts, self._sending_ttl, *joined)]
@@ -206,7 +211,8 @@ class Claim:
         Return False if the claim expired before, so that the nodes do not remember the send. It is
         not made anew: its run may be over, and later sends would be dropped for that run.
         """
-        session, nodes = self._session, self._session.nodes
+        session = self._session
+        nodes = self._session.nodes
         every = set(range(len(nodes.all)))
         unchanged = every - self._changed
         if unchanged:
@@ -237,7 +243,8 @@ class Claim:
             round_.wanted = False
         nodes = set(range(len(session.nodes.all))) - set(self._rounds[-1].earlier)
         ClaimRelease(session, self.name, self._token, puts_back=True).send(nodes)
-        self.carried, self._rounds = None, []
+        self.carried = None
+        self._rounds = []
 
 
 @dataclass(frozen=True)
@@ -282,7 +289,8 @@ class ClaimToken:
         can replace a first try of the same task alone.
         """
         if self.replaces and self.replaces.endswith(str(RunId("", task_name))):
-            key, now = completion_key(session.options.prefix, self.replaces), session.clock.now()
+            key = completion_key(session.options.prefix, self.replaces)
+            now = session.clock.now()
             since_ms = session.clock.wall_us() // 1000
             ttl_ms = math.ceil(min(max(self.kept_for, MIN_MARKER_TTL), LONGEST) * 1000)
             request = encode_command("SET", key, str(-since_ms), "PX", str(ttl_ms), "NX")

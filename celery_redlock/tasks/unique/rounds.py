@@ -91,8 +91,12 @@ class ClaimRound(Round):
 
     def __init__(self, nodes: Nodes, *, asks_age: bool = False) -> None:
         self._asks_age = asks_age
-        self.decided, self.wake, self.wanted = False, None, True
-        self._nodes, self._repeated, self._errors = nodes, set[int](), dict[int, NodeError]()
+        self.decided = False
+        self.wake = None
+        self.wanted = True
+        self._nodes = nodes
+        self._repeated = set[int]()
+        self._errors = dict[int, NodeError]()
         # by node, as of `read_reply`; None: it failed. Another thread may add a late reply
         self._found: dict[int, EarlierSend | bool | None] = {}
 
@@ -113,15 +117,19 @@ class ClaimRound(Round):
             self._fail(node, error)
 
     def _fail(self, node: int, error: NodeError) -> None:
-        self._errors[node], self._found[node] = error, None
+        self._errors[node] = error
+        self._found[node] = None
         self._decide_if_clear()
 
     def _decide_if_clear(self) -> None:
         """Decide once no missing reply can change whether a quorum agrees, and on what."""
         if self.decided:
             return
-        count, quorum, heard = len(self._nodes.all), self._nodes.quorum, len(self._found)
-        missing, failed = count - heard, heard - self.voted
+        count = len(self._nodes.all)
+        quorum = self._nodes.quorum
+        heard = len(self._found)
+        missing = count - heard
+        failed = heard - self.voted
         is_clear = self.reached or not missing or failed > count - quorum
         if not (is_clear or self._asks_age) and (earlier := self.agreed) is not None:
             sent = sum(one.is_sent for one in self.earlier.values())
@@ -145,7 +153,9 @@ class ClaimRound(Round):
 
     def causes(self) -> list[str]:
         """Return one text for each node that gave no valid reply in time."""
-        nodes, errors, found = self._nodes, self._errors.copy(), self._found.copy()
+        nodes = self._nodes
+        errors = self._errors.copy()
+        found = self._found.copy()
         has_failed = len(errors) > len(nodes.all) - nodes.quorum  # before the time was up
         return causes_of(nodes.all, errors, voted=None if has_failed else {*found} - {*errors})
 
@@ -160,7 +170,8 @@ class ClaimRound(Round):
         A single node proves nothing: it may have missed the release of the key. Another one may
         have executed a delayed request after the release; no confirmation follows such a request.
         """
-        sends, quorum = list(self.earlier.values()), self._nodes.quorum
+        sends = list(self.earlier.values())
+        quorum = self._nodes.quorum
         if len(sends) < quorum:
             return None
         tokens = [one.token for one in sends]
@@ -189,8 +200,11 @@ class ClaimRelease(Round):
     ) -> None:  # fmt: skip
         super().__init__()
         self._terms = ("back", "") if puts_back else ("", "")
-        self._session, self._name, self._token = session, name, token
-        self._made_at, self._expires_in = session.clock.now(), expires_in
+        self._session = session
+        self._name = name
+        self._token = token
+        self._made_at = session.clock.now()
+        self._expires_in = expires_in
         self._executed: set[int] = set()
 
     @property
@@ -206,7 +220,9 @@ class ClaimRelease(Round):
     @uninterruptible
     def send(self, nodes: set[int] | None = None) -> None:
         """Write it to some nodes, or to all. Does not wait."""
-        session, command, now = self._session, self.command(), self._session.clock.now()
+        session = self._session
+        command = self.command()
+        now = self._session.clock.now()
         if nodes is None:
             session.nodes.broadcast(command, now)
         for node in nodes or ():

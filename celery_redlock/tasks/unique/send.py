@@ -22,7 +22,8 @@ from celery_redlock.errors import DuplicateTask, SettingsError
 from celery_redlock.label import RunId
 from celery_redlock.lock.model.keys import name_of_all
 from celery_redlock.lock.validation import check_resources, check_text
-from celery_redlock.tasks.delivery.delivery import HEADER, hop_of, moment_of, utc_now
+from celery_redlock.tasks.delivery.delivery import moment_of, utc_now
+from celery_redlock.tasks.delivery.header import HEADER, hop_of
 from celery_redlock.tasks.per_app import redlock_as_set, settings_of
 from celery_redlock.tasks.settings.app import OptionSource, pattern_for
 from celery_redlock.tasks.settings.levels import (
@@ -68,7 +69,8 @@ def send_unique(
         "on_unreachable": on_unreachable,
     }
     app = without_proxy(app)
-    settings, level = settings_of(app), "send_unique"
+    settings = settings_of(app)
+    level = "send_unique"
     given = check_options(given, settings, lambda option: OptionSource(level, option), travels=True)
     check_together(level, given)
     check_resources(level, check_text(level, "resource", resource))
@@ -99,8 +101,10 @@ def send_claimed(
     would release the key.
     """
     _, left = _expiry(app, task_name, options)
-    debounce, cap = lock_options.debounce, settings_of(app).countdown_cap
-    name, run_id = unique_name(task_name, resources), RunId(options["task_id"], task_name)
+    debounce = lock_options.debounce
+    cap = settings_of(app).countdown_cap
+    name = unique_name(task_name, resources)
+    run_id = RunId(options["task_id"], task_name)
     late = max(OTHER_BROKERS, visibility_timeout(app.conf) or 0.0)
     redlock = redlock_as_set(app)  # kept until the end: an app may leave its own meanwhile
     unique_for = min(lock_options.unique_for or 0.0, left)
@@ -223,7 +227,8 @@ def add_is_duplicate(app: Any) -> None:
     def reduce_result(result: Any) -> Any:
         return (_unpickle_duplicate, reduce(result)) if result.is_duplicate else reduce(result)
 
-    results.is_duplicate, results.__reduce__ = False, reduce_result
+    results.is_duplicate = False
+    results.__reduce__ = reduce_result
 
 
 def _unpickle_duplicate(make: Callable[..., T], args: tuple[Any, ...]) -> T:
@@ -332,7 +337,8 @@ def _prepare_signatures(value: Any) -> None:
         return
     if not isinstance(value, Mapping) or not isinstance(value.get("options"), Mapping):
         return
-    options, call_options = value["options"], value["options"].get("lock")
+    options = value["options"]
+    call_options = value["options"].get("lock")
     if isinstance(call_options, Mapping):
         options["lock"] = options_to_message(call_options)
     inner = value.get("kwargs") if value.get("subtask_type") else None

@@ -4,7 +4,9 @@
 threads and no I/O. `successor.py` says when the head of a queue is next, as the nodes name this
 worker. `dispatch.py` gives a message to Celery once, and says how many may wait. `loop.py` alone
 knows how the pools of Celery differ. `room.py` is the consumer's step that ties them together, and
-a lost connection to the broker does not end its worker. Not here: how a refused message returns to
-its queue, or waits without a try (`tasks/execution`), and the connection that brings the messages
-of releases (`lock/transport`). Read `room.py` first, from `admit_received` on, then `successor.py`.
+a lost connection to the broker does not end its worker.
+
+Not here: how a refused message returns to its queue (`tasks/execution`), which message waits
+without a try (`tasks/untried.py`), and the connection that brings the messages of releases
+(`lock/transport`). Read `room.py` first, from `admit_received` on, then `successor.py`.
 """

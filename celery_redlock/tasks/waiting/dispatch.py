@@ -53,8 +53,12 @@ class Dispatcher:
         on_head: Callable[[str, WaitingMessage | None], object],
         on_due: Callable[[WaitingMessage], object],
     ) -> None:
-        self._consumer, self._loop, self._clock, self._times = consumer, loop, clock, times
-        self._on_head, self._on_due = on_head, on_due
+        self._consumer = consumer
+        self._loop = loop
+        self._clock = clock
+        self._times = times
+        self._on_head = on_head
+        self._on_due = on_due
         self._apply_eta_task: Callable[[Any], object] = consumer.apply_eta_task
         # without one of them, what waited here heeds no rate limit
         self._leave_bucket: Any = getattr(consumer, "_limit_move_to_pool", None)
@@ -166,7 +170,8 @@ class Dispatcher:
             self._apply(request, waiter, is_named=is_named)
         except Exception:
             extra = {"event": "dispatch_failed", "task": request.name, "task_id": request.id}
-            text, see = "cannot dispatch %s[%s]. See %s", anchors.UNEXPECTED
+            text = "cannot dispatch %s[%s]. See %s"
+            see = anchors.UNEXPECTED
             logger.exception(text, request.name, request.id, see, extra=extra)
 
     def bucket_of(self, task_name: str) -> Any:
@@ -210,7 +215,8 @@ class Dispatcher:
 
     def unbegun(self, queue: QueueKey) -> int:
         """Return how many messages of a queue are in the pool's own: they have not asked yet."""
-        sent, reserved = self._sent.pop(queue.name, []), state.reserved_requests
+        sent = self._sent.pop(queue.name, [])
+        reserved = state.reserved_requests
         left = [one for one in sent if one in reserved and one.time_start is None]
         if left:
             self._sent[queue.name] = left
@@ -272,7 +278,8 @@ class Dispatcher:
         """
         with self.mutex:
             if self.queues.of(waiter.request) is waiter:
-                waiter.eta, waiter.is_postponed = self._clock.now() + seconds, True
+                waiter.eta = self._clock.now() + seconds
+                waiter.is_postponed = True
                 self._arm(waiter)
 
     def _apply(
@@ -340,7 +347,8 @@ class Dispatcher:
 
         Above the capacity, for Celery would take further ones.
         """
-        before, qos = self._above, self._consumer.qos
+        before = self._above
+        qos = self._consumer.qos
         self._above = max(0, self.queues.waiting_for_release - self.capacity)
         for _ in range(self._above - before):
             qos.decrement_eventually()

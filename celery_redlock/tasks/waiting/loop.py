@@ -31,14 +31,16 @@ class EventLoop:
     """
 
     def __init__(self, consumer: Any, platform: Platform) -> None:
-        self._consumer, self._platform = consumer, platform
+        self._consumer = consumer
+        self._platform = platform
         self._calls: deque[tuple[Callback, tuple[Any, ...]]] = deque()
         self._waker: Any = None
         self._wake: Callable[[], object] = self._run_calls
 
     def start(self) -> None:
         """Begin to take calls; again after the connection to the broker was lost."""
-        hub, pool = self._consumer.hub, self._consumer.pool
+        hub = self._consumer.hub
+        pool = self._consumer.pool
         if hub is not None:
             self._waker = self._waker or self._platform.new_waker()
             hub.add_reader(self._waker.descriptor, self._run_calls)
@@ -67,7 +69,8 @@ class EventLoop:
 
         Source: celery.concurrency.gevent: what its own returns cancels the first call alone.
         """
-        entry, is_cancelled = None, False
+        entry = None
+        is_cancelled = False
 
         def run() -> None:
             nonlocal entry

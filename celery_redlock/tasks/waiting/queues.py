@@ -167,7 +167,8 @@ class MessageQueues:
             return None
         interval = now - max(queue.head_left_at, waiter.came_at)
         queue.interval = interval if is_named and math.isfinite(interval) else 0.0
-        queue.head_left_at, queue.head_left_since = now, waiter.since
+        queue.head_left_at = now
+        queue.head_left_since = waiter.since
         return queue.waiters[0] if queue.waiters else None
 
     def retry_in(self, waiter: WaitingMessage, now: float) -> float | None:
@@ -181,7 +182,8 @@ class MessageQueues:
         """
         if not waiter.waits_for_release or (waiter.eta > now and not waiter.is_postponed):
             return None
-        queue, turn = self._queues[waiter.queue.name][waiter.queue], math.inf
+        queue = self._queues[waiter.queue.name][waiter.queue]
+        turn = math.inf
         if queue.waiters[0] is waiter and waiter.queue.limit != 1:
             turn = queue.head_left_at + self._times.ask_next_after
         elif queue.waiters[0] is waiter:
@@ -214,11 +216,13 @@ class QuorumHistory:
     """The last moment at which a quorum may have come back, for messages on their way here."""
 
     def __init__(self) -> None:
-        self._at, self._receivers = -math.inf, set[Hashable]()
+        self._at = -math.inf
+        self._receivers = set[Hashable]()
 
     def record(self, at: float, receivers: set[Hashable]) -> None:
         """Remember a moment, in monotonic seconds, and the messages dispatched for it."""
-        self._at, self._receivers = at, receivers
+        self._at = at
+        self._receivers = receivers
 
     def claim(self, receiver: Hashable, refused_at: float) -> bool:
         """Return whether a message missed that moment on its way here, and note that."""

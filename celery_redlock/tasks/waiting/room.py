@@ -35,14 +35,8 @@ from celery_redlock.lock.engine.inbox import Inbox
 from celery_redlock.lock.model.keys import votes_channel, waiting_for
 from celery_redlock.lock.model.rate import Rate
 from celery_redlock.lock.platform.clock import Platform, SystemClock
-from celery_redlock.tasks.delivery.delivery import (
-    CLOCKS_DIFFER,
-    NEVER_DEFERRED,
-    RECEIVED,
-    Deferral,
-    LockHeader,
-    utc_now,
-)
+from celery_redlock.tasks.delivery.delivery import RECEIVED, utc_now
+from celery_redlock.tasks.delivery.header import CLOCKS_DIFFER, NEVER_DEFERRED, Deferral, LockHeader
 from celery_redlock.tasks.delivery.route import CAME_BACK, driver_of
 from celery_redlock.tasks.per_app import leave_redlock, redlock_of, settings_of, time_of_nodes
 from celery_redlock.tasks.waiting.dispatch import capacity
@@ -83,11 +77,14 @@ class WaitingRoom(bootsteps.StartStopStep):
     ) -> None:
         super().__init__(parent, **options)
         platform = platform or Platform(SystemClock())
-        self._consumer, self._times, self._clock = parent, times, platform.clock
+        self._consumer = parent
+        self._times = times
+        self._clock = platform.clock
         self._loop = EventLoop(parent, platform)
         self._successor = Successor(parent, self._loop, platform.clock, times)
         self._dispatcher = self._successor.dispatcher
-        self.states, self.waiting = self._dispatcher.states, self._dispatcher.waiting
+        self.states = self._dispatcher.states
+        self.waiting = self._dispatcher.waiting
         parent.apply_eta_task = self._dispatcher.on_eta
         parent._limit_post_eta = self._dispatcher.on_eta
         if hasattr(parent, "_limit_move_to_pool"):
@@ -127,7 +124,8 @@ class WaitingRoom(bootsteps.StartStopStep):
         If the worker stops, those that were deferred here are published before, with their
         deferrals, until the broker does not take one.
         """
-        end_sweeps, self._end_sweeps = self._end_sweeps, None
+        end_sweeps = self._end_sweeps
+        self._end_sweeps = None
         if end_sweeps is not None:  # first: a sweep may run now, and would go on
             end_sweeps()
         try:
@@ -167,7 +165,8 @@ class WaitingRoom(bootsteps.StartStopStep):
 
     def admit(self, request: Any, deferral: Deferral) -> None:
         """Queue a message whose countdown is about to begin."""
-        inbox, now = self._connect(), self._clock.now()
+        inbox = self._connect()
+        now = self._clock.now()
         waiter = self._waiter_of(request, deferral)
         since_refusal = max(0.0, time_of_nodes(self._consumer.app) - deferral.at)
         with self._dispatcher.mutex:
@@ -213,7 +212,8 @@ class WaitingRoom(bootsteps.StartStopStep):
     def note_refusal(self, deferral: Deferral) -> None:
         """Remember for a moment that a run of this worker was refused a lock; in any thread."""
         if deferral.is_taken:
-            now, remembered = self._clock.now(), self._times.remember_refusal
+            now = self._clock.now()
+            remembered = self._times.remember_refusal
             if deferral.rate and deferral.expires_in is not None:
                 remembered = min(deferral.expires_in, self._times.longest_pause)
             queue = QueueKey.of(deferral.resource, deferral.limit, deferral.rate)
@@ -267,7 +267,8 @@ class WaitingRoom(bootsteps.StartStopStep):
         return queue._replace(task=task_name) if has_rate else queue
 
     def _waiter_of(self, request: Any, deferral: Deferral) -> WaitingMessage:
-        app, now = self._consumer.app, self._clock.now()
+        app = self._consumer.app
+        now = self._clock.now()
         properties = request.request_dict["properties"]
         queue = QueueKey(WITHOUT_QUORUM, 1)
         if deferral.is_taken:
@@ -295,7 +296,8 @@ class WaitingRoom(bootsteps.StartStopStep):
                 self.inbox.close()
             self._redlock = redlock_of(self._consumer.app)  # kept: an app may leave its own
             session = self._redlock.session
-            self._votes, self._quorum = votes_channel(session.options.prefix), session.nodes.quorum
+            self._votes = votes_channel(session.options.prefix)
+            self._quorum = session.nodes.quorum
             host = str(getattr(self._consumer, "hostname", ""))
             on_vote = functools.partial(self._loop.call_soon, self._on_vote)
             self.inbox = Inbox(session, self._successor, host, self._channels, on_vote)
@@ -319,7 +321,8 @@ class WaitingRoom(bootsteps.StartStopStep):
             is_late = now - self._trusted_at.get(node, -math.inf) > self._times.refresh_after
             if message == self._trusted or not is_late:
                 return
-            self._trusted, self._trusted_at[node] = message, now
+            self._trusted = message
+            self._trusted_at[node] = now
         elif self.inbox is None or self.inbox.subscriptions(self._votes) < self._quorum:
             return
         with self._dispatcher.mutex:

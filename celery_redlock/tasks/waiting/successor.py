@@ -58,7 +58,9 @@ class Successor:
     inbox: Inbox | None = None  # of the room, which makes it for the first message
 
     def __init__(self, consumer: Any, loop: EventLoop, clock: Clock, times: WaitingTimes) -> None:
-        self._loop, self._clock, self._times = loop, clock, times
+        self._loop = loop
+        self._clock = clock
+        self._times = times
         # by resource: when its turn comes, in monotonic seconds, the step, and the timer's entry
         self._turns: dict[str, tuple[float, Step, Any]] = {}
         self._refreshed_at = self._looked_at = self._clock.now()
@@ -135,7 +137,8 @@ class Successor:
         # no release puts that off: a stopped worker in front would stay there for as long as
         # releases follow each other faster than turns
         seconds = max(0.0, seconds)
-        due, planned = self._clock.now() + seconds, self._turns.get(resource)
+        due = self._clock.now() + seconds
+        planned = self._turns.get(resource)
         if planned is not None and planned[0] <= due and planned[1].unless in ("", step.unless):
             return
         self._cancel_turn(resource)
@@ -229,13 +232,15 @@ class Successor:
             head.request.request_dict["properties"][NAMED_AT] = released_at
         if step.why:
             self._tell(head, step.why)
-        (name, limit, _), id_ = head.queue, str(head.request.id)
+        name, limit, _ = head.queue
+        id_ = str(head.request.id)
         unless = "" if self.dispatcher.has_succeeded(id_) else id_  # "": that was an earlier one
         self.dispatcher.dispatch(head, is_named=step.named_at is not None)
         if name == WITHOUT_QUORUM:
             return
         # it may be refused another lock before, and then no release of this one follows
-        heads, after = self.dispatcher.heads_to_run(name), self._times.retry_next_after
+        heads = self.dispatcher.heads_to_run(name)
+        after = self._times.retry_next_after
         if limit != 1 or any(each.queue.limit != 1 for each in heads):
             unless = ""  # a release hands on one message, but more permits may be free
             after = 0.0 if more else self._times.ask_next_after
