@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import sqlite3
 import sys
 from collections.abc import Callable, Iterator
@@ -63,11 +62,6 @@ def needs(*modules: str) -> pytest.MarkDecorator:
     """Return a mark that skips a test if modules are missing; CI does not allow that skip."""
     missing = [name for name in modules if find_spec(name) is None]
     return pytest.mark.skipif(bool(missing), reason=f"needs {', '.join(missing)}")
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        return int(listening.getsockname()[1])
 
 
 @dataclass
@@ -261,7 +255,7 @@ def test_django(example: Callable[..., Example]) -> None:
     released = shop.run(sys.executable, "-c", AT_THE_RELEASE)
     assert released == "in a transaction: False\n{'cancelled': 0}\n"
 
-    web = shop.serve(*manage, "runserver", "--noreload", f"127.0.0.1:{free_port()}")
+    web = shop.serve(*manage, "runserver", "--noreload", "127.0.0.1:0")
 
     def order(sku: str, pieces: int) -> str:
         answer = web.post(f"/orders/{sku}/", data={"pieces": pieces})
@@ -346,7 +340,7 @@ def test_flask(example: Callable[..., Example], change: str) -> None:
         )
         shop.env.update([setting])
     flask = (*PYTHON, "flask", "--app", "task_app")
-    web = shop.serve(*flask, "run", "--port", f"{free_port()}")
+    web = shop.serve(*flask, "run", "--port", "0")
     shop.worker("make_celery")
 
     def order(sku: str, pieces: int) -> str:

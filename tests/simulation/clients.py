@@ -5,6 +5,7 @@ Each process hands its own `Platform` to the shipped code: its clock, threads, m
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import math
@@ -14,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from celery_redlock.lock.client import Redlock
+from celery_redlock.lock.client import Redlock, sessions
 from celery_redlock.lock.engine import acquirer as acquirer_module
 from celery_redlock.lock.engine.events import Events, LockLostEvent
 from celery_redlock.lock.model.acquisition import Acquisition
@@ -634,3 +635,11 @@ def simulated_system() -> Iterator[None]:
     finally:
         package.removeHandler(log)
         package.level, package.propagate = before
+
+
+@atexit.register  # so it comes before what the package has registered
+def end_sessions() -> None:
+    """Leave nothing to deliver as the test process ends: the nodes of a schedule are gone then."""
+    for session in sessions():
+        if isinstance(session.clock, Clock):
+            session.is_closed = True
