@@ -24,7 +24,8 @@ from celery_redlock.lock.platform.clock import Platform
 from celery_redlock.signals import LockDeferredEvent, lock_deferred
 from celery_redlock.tasks.delivery.delivery import utc_now
 from celery_redlock.tasks.delivery.header import HEADER, Deferral, LockHeader
-from celery_redlock.tasks.execution.outcomes import Deferred, defer_untried
+from celery_redlock.tasks.execution.outcomes import Deferred
+from celery_redlock.tasks.untried import defer_untried
 from celery_redlock.tasks.waiting.queues import QueueKey, WaitingTimes
 from celery_redlock.tasks.waiting.room import WaitingRoom
 from tests.clocks import StoppedClock

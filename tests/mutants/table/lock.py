@@ -121,7 +121,7 @@ MUTANTS = (
     Mutant("who waits for one of several keys waits with the limit of another",
            "lock.engine.callers:Callers.move",
            "contract/test_permits.py::waits_for_the_one_that_refused",
-           "caller.name, caller.limit = name, limit", "caller.name = name"),
+           "        caller.limit = limit\n", ""),
     Mutant("a refusal has the limit of another key",
            "lock.engine.acquirer:Acquirer._failed",
            "contract/test_permits.py::each_key_has_its_own_limit",
