@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from celery import Celery
 from kombu.utils.json import dumps
-from redis import Redis
+from redis import Redis, ResponseError
 
 from celery_redlock.lock.platform.clock import Platform, SystemClock
 from celery_redlock.tasks.recovery.keeper import Keeper
@@ -42,13 +42,15 @@ def reached(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Reached]
         else:
             primary = stack.enter_context(EmbeddedNode())
             sentinel = stack.enter_context(SentinelNode(primary))
-            yield (
-                primary.client(),
-                {
-                    "broker_url": f"sentinel://127.0.0.1:{sentinel.port}/0",
-                    "broker_transport_options": {"master_name": "locks"},
-                },
-            )
+            yield primary.client(), behind(sentinel.port)
+
+
+def behind(port: int) -> dict[str, Any]:
+    """Return what an app names to reach the broker that the Sentinel at a port knows."""
+    return {
+        "broker_url": f"sentinel://127.0.0.1:{port}/0",
+        "broker_transport_options": {"master_name": "locks"},
+    }
 
 
 def test_a_dead_workers_messages_are_back_however_the_broker_is_reached(reached: Reached) -> None:
@@ -83,3 +85,43 @@ def test_a_dead_workers_messages_are_back_however_the_broker_is_reached(reached:
     finally:
         keeper.end()
         ledger.close()
+
+
+def fails_over(sentinel: Redis) -> bool:
+    """Have a Sentinel promote the replica; False while it does not know yet that one is ready."""
+    try:
+        return bool(sentinel.execute_command("SENTINEL", "FAILOVER", "locks"))
+    except ResponseError as error:
+        if "NOGOODSLAVE" not in str(error):
+            raise
+        return False
+
+
+@pytest.mark.slow
+def test_what_was_noted_before_a_failover_is_back_after_it() -> None:
+    """The worker that lives joins at the new primary, and proves there which one is dead."""
+    app = Celery("failover", set_as_current=False)
+
+    def connect() -> Ledger:
+        return ledger_beside(app.connection_for_read(), "redlock")
+
+    with EmbeddedNode() as primary, EmbeddedNode() as replica, SentinelNode(primary) as running:
+        app.conf.update(behind(running.port))
+        before, after, admin = primary.client(), replica.client(), running.client()
+        after.replicaof("127.0.0.1", primary.port)
+        ledger = connect()
+        keeper = Keeper(Platform(SystemClock()), connect, "w1@host", app, lambda _: None)
+        keeper.join()
+        try:
+            lost = new_lease()
+            ledger.beat(lost, joins_as="w2@host")
+            before.hset(ledger.unacked, str(DeliveryTag(lost, 0, "celery")), dumps(MESSAGE))
+            assert before.wait(1, 60_000) == 1
+            eventually(lambda: fails_over(admin))
+            eventually(lambda: after.role()[0] == "master")
+            eventually(lambda: after.llen("celery") == 1)
+            assert not after.exists(ledger.unacked)
+            eventually(lambda: after.zrange(ledger.leases, 0, -1) == [keeper.lease])
+        finally:
+            keeper.end()
+            ledger.close()
