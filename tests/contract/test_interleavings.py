@@ -18,7 +18,8 @@ import pytest
 
 from celery_redlock import Lock, LockLost, LockTaken, Redlock, RedlockError, SettingsError
 from celery_redlock.lock.engine.releaser import Releaser
-from celery_redlock.lock.model.lease import Fence, Lease, LockKey
+from celery_redlock.lock.model.fencing import Fence
+from celery_redlock.lock.model.lease import Lease, LockKey
 from celery_redlock.lock.transport.command import PING, Command, encode_text
 from celery_redlock.signals import LockLostEvent, lock_lost
 from tests.conftest import (

@@ -11,6 +11,7 @@ from unittest.mock import ANY
 import pytest
 from redis import Redis
 
+from celery_redlock.lock.model.fencing import Fence
 from celery_redlock.lock.model.keys import (
     broken_key,
     completion_key,
@@ -21,7 +22,7 @@ from celery_redlock.lock.model.keys import (
     tenure_key,
     waiting_key,
 )
-from celery_redlock.lock.model.lease import Fence, Lease, LockKey
+from celery_redlock.lock.model.lease import Lease, LockKey
 from celery_redlock.lock.model.options import CompletionMarker, LockOptions
 from celery_redlock.lock.server.requests import (
     BREAK,

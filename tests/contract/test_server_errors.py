@@ -29,21 +29,13 @@ from celery_redlock import QuorumUnreachable, Redlock
 from celery_redlock.lock.node_status import ask_nodes
 from celery_redlock.lock.platform.clock import Platform, SystemClock, installed
 from celery_redlock.lock.server.error_hints import hint_of, is_misconfigured
-from celery_redlock.lock.server.guard import FORGOTTEN_AFTER
+from celery_redlock.lock.server.restart_guard import FORGOTTEN_AFTER
 from celery_redlock.lock.transport.address import RedisAddress, parse_address
 from celery_redlock.lock.transport.node import UNREAD_FOR
 from celery_redlock.signals import node_failed, node_recovered
 from celery_redlock.testing import EmbeddedNode, embedded_nodes
 from celery_redlock.testing.servers import claim_port
-from tests.conftest import (
-    PATIENCE,
-    Nodes,
-    eventually,
-    is_free,
-    receiving,
-    serve_all_slots,
-    settle,
-)
+from tests.conftest import PATIENCE, Nodes, eventually, is_free, receiving, serve_all_slots, settle
 from tests.contract.conftest import REDIS_SERVER
 from tests.contract.liar import Liar
 from tests.contract.proxy import FAIR, Way, Weather, proxies

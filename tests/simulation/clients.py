@@ -23,7 +23,8 @@ from celery_redlock.lock.model.lease import Lease
 from celery_redlock.lock.model.rate import RateKey, Start
 from celery_redlock.lock.platform.clock import Platform
 from celery_redlock.lock.platform.threads import DeadlineTimer
-from celery_redlock.lock.server.handshake import KEPT_MS, ServerInfo, tenure_of
+from celery_redlock.lock.server.handshake import ServerInfo
+from celery_redlock.lock.server.tenures import KEPT_MS, tenure_of
 from celery_redlock.lock.transport.address import RedisAddress
 from celery_redlock.lock.transport.command import encode_words
 from tests.conftest import Journal

@@ -24,14 +24,13 @@ from celery_redlock.lock.engine.starts import StartRound
 from celery_redlock.lock.model import lease as lease_module
 from celery_redlock.lock.model import votes as votes_module
 from celery_redlock.lock.model.acquisition import Acquisition
+from celery_redlock.lock.model.fencing import Fence
 from celery_redlock.lock.model.keys import value_of
-from celery_redlock.lock.model.lease import UNKNOWN, Fence, Lease, LockKey, Probation, State
+from celery_redlock.lock.model.lease import UNKNOWN, Lease, LockKey, Probation, State
 from celery_redlock.lock.model.options import Guard
 from celery_redlock.lock.model.rate import Rate, RateKey, Start
 from celery_redlock.lock.model.votes import Vote
 from celery_redlock.lock.server import guard as guard_module
-from celery_redlock.lock.server.guard import RestartGuard
-from celery_redlock.lock.server.handshake import Tenures
 from celery_redlock.lock.server.requests import (
     CANCEL,
     GRANT,
@@ -43,6 +42,8 @@ from celery_redlock.lock.server.requests import (
     TAKE,
     Requests,
 )
+from celery_redlock.lock.server.restart_guard import RestartGuard
+from celery_redlock.lock.server.tenures import Tenures
 from celery_redlock.lock.transport.command import IGNORE_REPLY, Command, Round, Script
 from celery_redlock.tasks.unique import claim as claim_module
 from celery_redlock.tasks.unique.claim import Claim

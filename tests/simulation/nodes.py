@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from celery_redlock.lock.model.keys import guard_keys, tenure_key
-from celery_redlock.lock.server.handshake import KEPT_MS
 from celery_redlock.lock.server.requests import PERMIT, TRUST
+from celery_redlock.lock.server.tenures import KEPT_MS
 from celery_redlock.lock.transport.command import Script
 from celery_redlock.testing import model
 from celery_redlock.testing.model import Scripts, Server, engine

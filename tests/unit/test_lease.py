@@ -7,16 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from celery_redlock.lock.model.acquisition import Acquisition, Flow
-from celery_redlock.lock.model.lease import (
-    MARGIN,
-    Fence,
-    Lease,
-    LockKey,
-    State,
-    expires_in,
-    proposal,
-    validity,
-)
+from celery_redlock.lock.model.fencing import Fence, proposal
+from celery_redlock.lock.model.lease import MARGIN, Lease, LockKey, State, expires_in, validity
 from celery_redlock.lock.model.options import LockOptions
 
 seconds = st.floats(0, 1e6)

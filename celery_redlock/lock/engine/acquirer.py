@@ -23,8 +23,9 @@ from celery_redlock.lock.engine.renewer import Renewer
 from celery_redlock.lock.engine.rounds import AcquireRound
 from celery_redlock.lock.engine.starts import StartRound
 from celery_redlock.lock.model.acquisition import Acquisition, Hold
+from celery_redlock.lock.model.fencing import Fence, proposal
 from celery_redlock.lock.model.keys import MARK, parts_of, value_of
-from celery_redlock.lock.model.lease import MARGIN, Fence, Lease, LockKey, proposal
+from celery_redlock.lock.model.lease import MARGIN, Lease, LockKey
 from celery_redlock.lock.model.options import LockOptions
 from celery_redlock.lock.model.rate import Rate, RateKey, Start
 from celery_redlock.lock.model.votes import is_split

@@ -16,9 +16,9 @@ from celery_redlock.lock.model.acquisition import Acquisition
 from celery_redlock.lock.model.options import ClientOptions
 from celery_redlock.lock.platform.clock import Platform
 from celery_redlock.lock.platform.coroutines import ThreadPool
-from celery_redlock.lock.server.guard import RestartGuard
 from celery_redlock.lock.server.handshake import ServerInfo
 from celery_redlock.lock.server.requests import Requests
+from celery_redlock.lock.server.restart_guard import RestartGuard
 from celery_redlock.lock.transport.address import Address
 from celery_redlock.lock.transport.command import encoded
 from celery_redlock.lock.transport.node import Node

@@ -9,8 +9,9 @@ from typing import Any
 import hiredis
 
 from celery_redlock.errors import NodeError
+from celery_redlock.lock.model.fencing import LAST_TOKEN
 from celery_redlock.lock.model.handoff import Place, free_in, place_of_quorum
-from celery_redlock.lock.model.lease import ACQUIRING, HELD, LAST_TOKEN, Lease, expires_in
+from celery_redlock.lock.model.lease import ACQUIRING, HELD, Lease, expires_in
 from celery_redlock.lock.model.options import CompletionMarker
 from celery_redlock.lock.model.votes import (
     ABSTAINED,
@@ -24,7 +25,7 @@ from celery_redlock.lock.model.votes import (
 )
 from celery_redlock.lock.platform.clock import Clock
 from celery_redlock.lock.server.error_hints import causes_of, strip_args
-from celery_redlock.lock.server.guard import REPLACED
+from celery_redlock.lock.server.restart_guard import REPLACED
 from celery_redlock.lock.transport.command import Command, Round, UnexpectedReplyError, text_of
 from celery_redlock.lock.transport.node import Node
 

@@ -1,7 +1,8 @@
 """One key of a lock, and what each node is known to keep of it: for how long a lock is valid.
 
 Arithmetic on one deadline for each node; reads no clock. Not here: what one acquire holds, all its
-keys or none (`acquisition.py`), and how the nodes are asked (`lock/engine`).
+keys or none (`acquisition.py`), its fencing token (`fencing.py`), and how the nodes are asked
+(`lock/engine`).
 """
 
 from __future__ import annotations
@@ -12,17 +13,14 @@ import math
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
+from celery_redlock.lock.model.fencing import Fence
 from celery_redlock.lock.model.keys import lock_key, name_of_lock, waiting_key
 from celery_redlock.lock.transport.command import encode_bulk, encode_text
 
 MARGIN = 0.002  # seconds by which a lease is shortened for the clocks' granularity, and at its end
 NOT_RENEWED = "no quorum of nodes renewed it in time"
 UNKNOWN = -math.inf  # the deadline of a node that is not known to keep our key
-GREATEST_TOKEN = 2**52  # the greatest fencing token that a client proposes
-LAST_TOKEN = 2**53  # Lua's numbers are doubles: adding 1 to this one changes nothing
-AHEAD = 86_400_000_000  # µs: by which a counter may be ahead of a client's clock on one node alone
 _ONE = encode_bulk(b"1")
-APART = 2**20  # by which a counter that is further ahead may exceed those of a quorum
 
 
 class State(enum.Enum):
@@ -53,14 +51,6 @@ def expires_in(waits: Sequence[float], quorum: int) -> float | None:
     """
     wait = sorted(waits)[quorum - 1]
     return None if math.isinf(wait) else max(0.0, wait)
-
-
-def proposal(wall_us: int) -> int:
-    """Return the least token to ask for: the wall clock in microseconds, read after `sent`.
-
-    So tokens grow even after nodes have lost their counters, if the wall clocks are right.
-    """
-    return min(wall_us, GREATEST_TOKEN)
 
 
 class LockKey:
@@ -98,65 +88,6 @@ class LockKey:
 @functools.lru_cache(maxsize=64)  # a program has few of them, and each lock asks
 def _encode_ttl(ttl: float) -> bytes:
     return encode_bulk(b"%d" % math.ceil(ttl * 1000))
-
-
-class Fence:
-    """The fencing token of one key, and the known counters of the nodes.
-
-    Each node has its own counter. The token is the largest counter of a quorum. It may be used once
-    a quorum of nodes, asked for this key, has reached it. Every later holder of the key then asks
-    at least one of these nodes, so the later token is larger.
-
-    A counter that is far ahead of the clock and of a quorum was written by another program. It does
-    not count, as if the node had not answered: else one node could end the tokens of all others.
-    proposed: the least token that was asked for.
-    """
-
-    __slots__ = ("_counters", "_quorum", "proposed", "token")
-
-    def __init__(self, quorum: int) -> None:
-        self._quorum = quorum
-        self._counters: dict[int, int] = {}
-        self.token = self.proposed = 0
-
-    def counted(self, node: int, counter: int) -> None:
-        self._counters[node] = max(counter, self._counters.get(node, 0))
-
-    def withdraw(self, node: int) -> None:
-        self._counters.pop(node, None)
-
-    @property
-    def bound(self) -> int:
-        counters = sorted(self._counters.copy().values(), reverse=True)
-        agreed = counters[self._quorum - 1] if len(counters) >= self._quorum else 0
-        return max(self.proposed + AHEAD, agreed + APART)
-
-    @property
-    def implausible(self) -> list[int]:
-        bound = self.bound
-        return [node for node, counter in self._counters.copy().items() if counter > bound]
-
-    def _plausible(self) -> list[int]:
-        bound = self.bound
-        return [counter for counter in self._counters.copy().values() if counter <= bound]
-
-    @property
-    def has_quorum(self) -> bool:
-        """Whether the counters of a quorum count, so that `greatest` may be a token."""
-        return len(self._plausible()) >= self._quorum
-
-    @property
-    def greatest(self) -> int:
-        return max(self._plausible(), default=0)
-
-    def choose(self, token: int) -> None:
-        self.token = max(self.token, token)
-
-    @property
-    def usable(self) -> bool:
-        """Whether a quorum of nodes has reached the token."""
-        reached = sum(counter >= self.token for counter in self._plausible())
-        return self.token > 0 and reached >= self._quorum
 
 
 class Probation(NamedTuple):

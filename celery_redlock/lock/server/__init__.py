@@ -1,11 +1,11 @@
 """What the lock asks of a server: its scripts, the restart guard, and what a server's errors mean.
 
 Not here: how bytes travel (`lock/transport`), and how a client handles replies (`lock/engine`).
-Read `guard.py` first: it admits a connection, or refuses it if another server has replaced its
-server, or if its server is another node's.
+Read `restart_guard.py` first: it admits a connection, or refuses it if another server has replaced
+its server, or if its server is another node's.
 
-- `handshake.py`: the first commands on a new connection; `Tenures`, which server served under which
-  address, and which of the tales that nodes tell about each other count.
+- `handshake.py`: the first commands on a new connection. `tenures.py`: which server served under
+  which address, and which of the records that nodes keep of each other count.
 - `requests.py`: the scripts, and the requests that call them.
 - `lua/`: the scripts. `grant.lua` votes for a lock, `permit.lua` for one permit of a lock with
   several holders, both with `vote.lua`; `renew.lua` renews and reclaims; `release.lua` deletes.

@@ -8,6 +8,7 @@ from typing import Any, TypeVar, cast
 
 import redis
 
+from celery_redlock.lock.model.fencing import Fence, proposal
 from celery_redlock.lock.model.keys import (
     fence_key,
     guard_keys,
@@ -16,7 +17,6 @@ from celery_redlock.lock.model.keys import (
     tenure_key,
     votes_channel,
 )
-from celery_redlock.lock.model.lease import Fence, proposal
 from celery_redlock.lock.platform.clock import new_token
 from celery_redlock.lock.server.error_hints import with_hint
 from celery_redlock.lock.server.handshake import read_info

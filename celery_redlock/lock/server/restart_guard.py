@@ -18,8 +18,9 @@ from celery_redlock.lock.model.votes import quorum_of
 from celery_redlock.lock.platform.clock import Platform
 from celery_redlock.lock.platform.threads import PAUSES
 from celery_redlock.lock.server.error_hints import hint_of, is_of_a_replica, strip_args
-from celery_redlock.lock.server.handshake import ServerInfo, Tenure, Tenures, handshake, tenures_of
+from celery_redlock.lock.server.handshake import ServerInfo, handshake
 from celery_redlock.lock.server.requests import GUARD
+from celery_redlock.lock.server.tenures import Tenure, Tenures, tenures_of
 from celery_redlock.lock.transport.address import Address
 from celery_redlock.lock.transport.command import TIME, Command, IgnoreReply, Question, read_list
 from celery_redlock.lock.transport.connection import Connection
