@@ -159,7 +159,7 @@ def read_each_reply(channel: Any) -> None:
     """
     qos = channel.qos
     may_ask = qos.can_consume
-    qos.can_consume = lambda: may_ask() or bool(getattr(channel, _IN_POLL))
+    qos.can_consume = lambda: bool(getattr(channel, _IN_POLL)) or may_ask()
 
 
 def can_tag(channel: Any) -> bool:
