@@ -30,7 +30,7 @@ from celery_redlock.lock.model.lease import UNKNOWN, Lease, LockKey, Probation, 
 from celery_redlock.lock.model.options import Guard
 from celery_redlock.lock.model.rate import Rate, RateKey, Start
 from celery_redlock.lock.model.votes import Vote
-from celery_redlock.lock.server import guard as guard_module
+from celery_redlock.lock.server import restart_guard as guard_module
 from celery_redlock.lock.server.requests import (
     CANCEL,
     GRANT,
