@@ -25,6 +25,7 @@ NO_BYTECODE = "PYTHONDONTWRITEBYTECODE"
 CACHE = Path(sys.prefix, "bytecode")
 FAST = "not long and not slow and not pages"
 FAST_AND_PAGES = "not long and (pages or not slow)"
+NOT_POSTGRESQL = "not postgresql"
 LANE_OF_PAGES = "not long and pages"
 
 
@@ -77,8 +78,10 @@ def selection(*, every: bool, pages: bool) -> list[str]:
     if pages:
         return ["-m", LANE_OF_PAGES]
     files = changed()
-    store = "all" if touches(STORES, files) else "valkey"
-    return ["-m", FAST_AND_PAGES if touches(PAGES, files) else FAST, "--store", store]
+    marks = FAST_AND_PAGES if touches(PAGES, files) else FAST
+    if touches(STORES, files):
+        return ["-m", marks, "--store", "all"]
+    return ["-m", f"{marks} and {NOT_POSTGRESQL}", "--store", "valkey"]
 
 
 def checks_of(*, every: bool) -> list[Sequence[str]]:

@@ -9,7 +9,11 @@ ROOT = Path(__file__).resolve().parents[1]
 UPSTREAM = "origin/main"
 OLD = "1 day ago"  # of a fresh clone, what has come since is new
 PAGES = ("docs/", "examples/", "README.md", "CHANGELOG.md", "tests/test_docs.py")
-STORES = ("celery_redlock/lock/postgres/", "celery_redlock/lock/server/lua/")
+STORES = (
+    "celery_redlock/lock/postgres/", "celery_redlock/lock/server/lua/",
+    "tests/postgres", "tests/contract/test_postgres", "tests/contract/test_confirm_in.py",
+    "tests/integration/test_postgres_setup.py", "tests/integration/test_move_to_postgresql.py",
+)  # fmt: skip
 
 
 def changed(root: Path = ROOT) -> frozenset[str] | None:

@@ -43,6 +43,8 @@ from tests.integration.conftest import ROOT
 from tests.pages import blocks
 from tests.postgres import PostgresNode, asked_of, may_go_to_a_standby
 
+pytestmark = pytest.mark.postgresql
+
 SHORT_TIMEOUT, SHORT_TTL = 1.0, 4.0  # s: of locks that expire in a test
 FREE = "SELECT FROM redlock.key WHERE name LIKE %s FOR UPDATE SKIP LOCKED"
 EXPIRED = "SELECT FROM redlock.key WHERE name LIKE '%lock:r' AND expires_at < clock_timestamp()"

@@ -31,6 +31,8 @@ from tests.contract.postgres_calls import (
 from tests.contract.servers import Command
 from tests.postgres import PostgresNode, standing_node
 
+pytestmark = pytest.mark.postgresql
+
 LONGER = str(2 * int(TTL))
 EVIL = """
 CREATE FUNCTION public.evil(bigint, int) RETURNS bigint LANGUAGE plpgsql AS

@@ -26,6 +26,8 @@ from tests.contract.proxy import BOTH_WAYS, FAIR, Proxy, Weather
 from tests.contract.renewals import renew_now
 from tests.postgres import Pooler, PostgresNode, pooler, standing_node
 
+pytestmark = pytest.mark.postgresql
+
 VALUE = "SELECT value FROM redlock.key WHERE name = '{redlock}:lock:r'"
 LEFT = "SELECT name FROM redlock.key WHERE name LIKE '{redlock}:lock:%'"
 OURS = "FROM pg_stat_activity WHERE application_name = 'celery_redlock'"

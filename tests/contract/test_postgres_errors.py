@@ -22,6 +22,8 @@ from tests import fork_server
 from tests.conftest import NODE_TIMEOUT, eventually
 from tests.postgres import PostgresNode, pooler, standby, standing_node
 
+pytestmark = pytest.mark.postgresql
+
 SECRET = "sekret"
 SETUP = "celery -A shop redlock setup"
 A_STANDBY = "a standby: name its primary, or all hosts with target_session_attrs=read-write"

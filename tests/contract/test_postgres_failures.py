@@ -22,6 +22,8 @@ from tests.contract.postgres_calls import valid_until
 from tests.contract.renewals import renew_now
 from tests.postgres import PostgresNode, Standby, pooler, standby, standing_node
 
+pytestmark = pytest.mark.postgresql
+
 RUN = "SELECT convert_from(value, 'UTF8') FROM redlock.key WHERE name = '{redlock}:run'"
 QUIET = "SELECT extract(epoch FROM expires_at - now()) FROM redlock.key"
 QUIET += " WHERE name = '{redlock}:quiet' AND expires_at > now()"

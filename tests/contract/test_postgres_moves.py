@@ -27,6 +27,8 @@ from tests.contract.test_postgres_failures import (
 )
 from tests.postgres import Pooler, PostgresNode, dump, make_template, pooler, standing_node
 
+pytestmark = pytest.mark.postgresql
+
 TENURE = "SELECT convert_from(value, 'UTF8') FROM redlock.key WHERE name = '{redlock}:tenure'"
 ROWS = (
     "SELECT name, value, expires_at FROM redlock.key"

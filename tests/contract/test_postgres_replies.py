@@ -19,6 +19,8 @@ from tests.contract.postgres_calls import valid_until
 from tests.contract.renewals import hurry, renew_now
 from tests.postgres import PostgresNode, pooler
 
+pytestmark = pytest.mark.postgresql
+
 
 @pytest.fixture
 def gateway(node: PostgresNode) -> Iterator[MixingGateway]:

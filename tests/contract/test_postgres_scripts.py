@@ -68,6 +68,8 @@ from tests.contract.test_simulated_scripts import (
 )
 from tests.postgres import PostgresNode, standing_node
 
+pytestmark = pytest.mark.postgresql
+
 
 @pytest.fixture(scope="module")
 def postgres_node(postgres_template: Path) -> Iterator[PostgresNode]:

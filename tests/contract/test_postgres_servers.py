@@ -20,6 +20,8 @@ from celery_redlock.lock.server.requests import RELEASE
 from tests.conftest import eventually
 from tests.postgres import PostgresNode, pooler, standby, standing_node
 
+pytestmark = pytest.mark.postgresql
+
 TIMELINE = "SELECT substr(pg_walfile_name(pg_current_wal_lsn()), 1, 8)"
 
 

@@ -59,6 +59,8 @@ from tests.contract.postgres_calls import (
 from tests.contract.servers import Command
 from tests.postgres import PostgresNode, standing_node
 
+pytestmark = pytest.mark.postgresql
+
 
 @pytest.fixture(scope="module")
 def postgres_node(postgres_template: Path) -> Iterator[PostgresNode]:

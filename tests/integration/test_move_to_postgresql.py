@@ -20,6 +20,8 @@ from tests.conftest import Nodes, eventually
 from tests.postgres import PostgresNode
 from tests.workers import ForkedWorker
 
+pytestmark = pytest.mark.postgresql
+
 MESSAGES = 10
 PATIENCE = 5.0  # seconds for a node of a busy machine
 SHOP = f"""

@@ -30,6 +30,8 @@ from tests.postgres import (
     standing_node,
 )
 
+pytestmark = pytest.mark.postgresql
+
 SCHEMAS = json.loads((ROOT / "docs" / "command-line.schema.json").read_text())
 PAGE = ROOT / "docs" / "how-to" / "postgresql.md"
 ANEW = (
