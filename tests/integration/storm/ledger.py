@@ -50,6 +50,7 @@ KINDS = {
     kind.name: kind
     for kind in (
         Kind("late"),
+        Kind("named"),
         Kind("unfenced"),
         Kind("patient"),
         Kind("failing", states=("FAILURE",)),

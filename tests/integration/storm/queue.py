@@ -7,6 +7,7 @@ import random
 import re
 import threading
 import uuid
+from collections import Counter
 from typing import Any
 
 from redis import Redis
@@ -25,13 +26,15 @@ class Transit:
 
     The Redis transport takes a message from its queue, and notes that it is not acknowledged, in
     two steps; what a process has taken that is killed between the two stands nowhere. Here the
-    broker itself tells of each copy that is put into the queue, and of each that is noted.
+    broker itself tells of each copy that is put into the queue, and of each that is noted. What is
+    noted has another delivery tag than in the queue if its worker keeps a worker lease, so copies
+    are counted. A script moves what a dead worker had.
     Source: kombu.transport.redis, Channel._put, QoS.append and Channel._do_restore_message.
     """
 
     def __init__(self, client: Redis, port: int) -> None:
         self._client = client
-        self._unnoted: dict[str, str] = {}  # id by delivery tag
+        self._unnoted = Counter[str]()  # copies that were put and not noted since, by id
         self._tags: set[str] = set()  # all that there were
         self._given_back: list[tuple[str, float]] = []
         self._barrier, self._seen = "", threading.Event()
@@ -43,8 +46,8 @@ class Transit:
 
     def lost(self) -> frozenset[str]:
         self._catch_up()
-        queued = {_found(_TAG, text) for text in self._client.lrange(NAME, 0, -1)}
-        return frozenset(id_ for tag, id_ in self._unnoted.items() if tag not in queued)
+        queued = Counter(_found(_ID, text) for text in self._client.lrange(NAME, 0, -1))
+        return frozenset(self._unnoted - queued)
 
     def given_back(self) -> dict[str, list[float]]:
         self._catch_up()
@@ -72,17 +75,18 @@ class Transit:
             command, _, rest = heard["command"].partition(" ")
             name, _, text = rest.partition(" ")
             if command in ("LPUSH", "RPUSH") and name == NAME:
-                self._put(_found(_TAG, text), _found(_ID, text))
+                is_moved = heard["client_type"] == "lua"
+                self._put(_found(_TAG, text), _found(_ID, text), is_moved)
             elif command == "HSET" and name == "unacked":
-                self._unnoted.pop(text.partition(" ")[0], None)
+                self._unnoted[_found(_ID, text)] -= 1
             elif command == "ECHO" and rest == self._barrier:
                 self._seen.set()
                 if rest == "the end of it":
                     return
 
-    def _put(self, tag: str, message: str) -> None:
-        self._unnoted[tag] = message
-        if tag in self._tags:
+    def _put(self, tag: str, message: str, is_moved: bool) -> None:
+        self._unnoted[message] += 1
+        if is_moved or tag in self._tags:
             self._given_back.append((message, now()))
         self._tags.add(tag)
 

@@ -140,6 +140,8 @@ class Storm:
                 self._send_once(kind, keys[:1], seconds)
             return
         options: dict[str, float] = {}
+        if kind.name == "named":
+            keys = keys[:1]
         if kind.limit > 1:
             keys = [PERMITS]
         if kind.expires < math.inf:

@@ -147,6 +147,7 @@ task = functools.partial(
 late_task = functools.partial(task, acks_late=True, reject_on_worker_lost=True)
 
 late = late_task(name="storm.late")(plain)
+named = late_task(name="storm.named", lock_key="{keys[0]}")(plain)  # a dead worker's are moved
 unfenced = late_task(name="storm.unfenced", lock_fencing=False)(plain)
 patient = late_task(name="storm.patient", lock_wait=2.0)(plain)
 late_failing = late_task(name="storm.failing")(failing)
