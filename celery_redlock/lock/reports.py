@@ -1,13 +1,14 @@
 """What people are shown of nodes, locks, rates, waiters and claims: records, without I/O.
 
-The methods of `Redlock` return them, and the commands show them. Not here: what makes them
+The methods of `Redlock` return them, and the commands show them. A field that no repr shows is not
+in the JSON of the commands either: a token is a secret. Not here: what makes them
 (`inspection.py`, `claims.py`, `node_status.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import InitVar, dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from celery_redlock.label import Holder
@@ -28,14 +29,6 @@ __all__ = [
     "WaitingList",
     "WaitingProcess",
 ]
-
-
-class Record:
-    """A record with an attribute for each InitVar: `asdict`, as the JSON, leaves them out."""
-
-    def __post_init__(self, *values: object) -> None:
-        names = [n for n, kind in type(self).__annotations__.items() if kind.startswith("InitVar")]
-        vars(self).update(zip(names, values, strict=True))  # a frozen record has no setattr
 
 
 @dataclass(frozen=True)
@@ -70,12 +63,8 @@ class NodeStatus:
         return bool(self.error) or self.role != "master"
 
 
-class _Graced(Record):
-    grace_period: float
-
-
 @dataclass(frozen=True)
-class NodeList(_Graced):
+class NodeList:
     """The status of all nodes, in the order of the setting.
 
     guard: the restart guard's mode. needed: size of a quorum. voting: how many nodes vote.
@@ -86,7 +75,7 @@ class NodeList(_Graced):
     needed: int
     voting: int
     nodes: tuple[NodeStatus, ...]
-    grace_period: InitVar[float]
+    grace_period: float = field(repr=False)
 
     @property
     def has_quorum(self) -> bool:
@@ -94,7 +83,7 @@ class NodeList(_Graced):
         return self.voting >= self.needed
 
 
-class Answers(Record):
+class Answers:
     """What lists have in common: they are of the nodes that answer."""
 
     failing: Mapping[str, str]
@@ -107,13 +96,8 @@ class Answers(Record):
         return self.asked - len(self.failing) >= self.needed
 
 
-class _Keyed(Record):
-    key: Any
-    value: Any
-
-
 @dataclass(frozen=True)
-class LockReport(_Keyed):
+class LockReport:
     """A lock on the nodes: one value of one key. Its fields are those of the documented JSON.
 
     permit: number of a semaphore's permit. limit: how many permits the lock has, as its holder
@@ -138,8 +122,8 @@ class LockReport(_Keyed):
     valid_for: float
     votes: Mapping[str, float]
     needed: int
-    key: InitVar[Any]
-    value: InitVar[Any]
+    key: Any = field(repr=False)
+    value: Any = field(repr=False)
 
     @property
     def is_late(self) -> bool:
@@ -147,12 +131,8 @@ class LockReport(_Keyed):
         return self.since_renewal is not None and self.since_renewal > 2 * self.valid_for
 
 
-class _Kept(Record):
-    kept_ms: int
-
-
 @dataclass(frozen=True)
-class RateReport(_Kept):
+class RateReport:
     """A rate of which starts are used. Its fields are those of the documented JSON.
 
     rate: as "100/h", of the last start. used: how many of its `starts` a refused client finds used
@@ -167,7 +147,7 @@ class RateReport(_Kept):
     starts: int
     next_start_in: float
     next_start: str | None
-    kept_ms: InitVar[int]
+    kept_ms: int = field(repr=False)
 
 
 @dataclass(frozen=True)
@@ -181,8 +161,8 @@ class LockList(Answers):
     locks: tuple[LockReport, ...]
     rates: tuple[RateReport, ...]
     failing: Mapping[str, str]
-    asked: InitVar[int]
-    needed: InitVar[int]
+    asked: int = field(repr=False)
+    needed: int = field(repr=False)
 
     def of(self, resources: Collection[str]) -> LockList:
         """Return those of some resources alone."""
@@ -216,18 +196,14 @@ class FreedRate:
     failing: Mapping[str, str]
 
 
-class _Decided(Record):
-    needed: int
-
-
 @dataclass(frozen=True)
-class BreakReport(_Decided):
+class BreakReport:
     """What was broken of a resource: its locks, and its rate. needed: size of a quorum."""
 
     resource: str
     locks: tuple[BrokenLock, ...]
     rates: tuple[FreedRate, ...]
-    needed: InitVar[int]
+    needed: int = field(repr=False)
 
     @property
     def is_complete(self) -> bool:
@@ -260,17 +236,12 @@ class WaitingList(Answers):
     # by resource: the nodes on which a key of another program has the name of the set of waiters
     wrong_type: Mapping[str, tuple[str, ...]]
     failing: Mapping[str, str]  # by node, the cause
-    asked: InitVar[int]  # the number of nodes
-    needed: InitVar[int]  # how many must answer
-
-
-class _Named(Record):
-    name: str
-    token: str
+    asked: int = field(repr=False)  # the number of nodes
+    needed: int = field(repr=False)  # how many must answer
 
 
 @dataclass(frozen=True)
-class ClaimReport(_Named):
+class ClaimReport:
     """The claim of a deduplicated send on the nodes.
 
     resource: of the task's lock; of several, all their names. task, task_id: of the send. is_sent:
@@ -287,8 +258,8 @@ class ClaimReport(_Named):
     expires_in: float
     votes: Mapping[str, float]
     needed: int
-    name: InitVar[str]
-    token: InitVar[str]
+    name: str = field(repr=False)
+    token: str = field(repr=False)
 
     @property
     def known_as(self) -> set[str]:
@@ -303,8 +274,8 @@ class ClaimList(Answers):
 
     claims: tuple[ClaimReport, ...]
     failing: Mapping[str, str]
-    asked: InitVar[int]
-    needed: InitVar[int]
+    asked: int = field(repr=False)
+    needed: int = field(repr=False)
 
 
 @dataclass(frozen=True)
