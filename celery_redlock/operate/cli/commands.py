@@ -28,7 +28,6 @@ from celery_redlock.lock.server.admin import PATIENCE, trust_nodes
 from celery_redlock.lock.server.error_hints import with_hint
 from celery_redlock.operate.cli import views
 from celery_redlock.operate.cli.group import (
-    EXIT_UNKNOWN,
     Table,
     app_from,
     as_data,
@@ -40,12 +39,12 @@ from celery_redlock.operate.cli.group import (
     redlock,
     within_deadline,
 )
+from celery_redlock.operate.cli.listing import Listing, list_command, nothing_to_end
 from celery_redlock.operate.cli.stranded import RecoveryTime
 from celery_redlock.operate.cli.task_view import TaskView, nothing_found
 from celery_redlock.operate.cli.views import (
     WaitersView,
     ask_workers,
-    failing_lines,
     lock_name,
     quorum_line,
 )
@@ -80,52 +79,42 @@ def status(ctx: click.Context, as_json: bool) -> None:
 
 @redlock.command()
 @click.argument("pattern", default="*", callback=named)
-@as_json
-@click.pass_context
-def locks(ctx: click.Context, pattern: str, as_json: bool) -> None:
+@list_command
+def locks(app: Any, pattern: str) -> Listing:
     """Show locks with their holders, and the used starts of rates.
 
     PATTERN, such as "stock:*", selects resources. The exit status is 2 if too few nodes answer for
     all locks to be known.
     """
-    sight = views.locks_like(pattern, redlock_of(app_from(ctx)).locks())
-    lines = (*failing_lines(sight.failing), *views.unknown_lines(sight))
+    sight = views.locks_like(pattern, redlock_of(app).locks())
     none = "No locks are held." if pattern == "*" else f"No lock is held on {pattern}."
-    print_result(as_json, as_data(sight), *views.lock_tables(sight, none), *lines)
-    if not sight.is_known:
-        ctx.exit(EXIT_UNKNOWN)
+    return Listing(as_data(sight), views.lock_tables(sight, none), sight)
 
 
 @redlock.command()
 @click.argument("pattern", default="*", callback=named)
-@as_json
-@click.pass_context
-def waiters(ctx: click.Context, pattern: str, as_json: bool) -> None:
+@list_command
+def waiters(app: Any, pattern: str) -> Listing:
     """Show the processes that wait, in order, and their tasks.
 
     Each waits for a lock, or for a start of a rate. PATTERN, such as "stock:*", selects resources.
     The exit status is 2 if too few nodes answer, or no worker.
     """
-    waiting = WaitersView.ask(app_from(ctx)).like(pattern)
-    processes = waiting.registered
-    lines = (*waiting.notes(), *failing_lines(processes.failing), *views.unknown_lines(processes))
+    waiting = WaitersView.ask(app).like(pattern)
     tables = waiting.tables("" if pattern == "*" else pattern)
-    print_result(as_json, waiting.data(), *tables, *lines)
-    if not waiting.is_known:
-        ctx.exit(EXIT_UNKNOWN)
+    parts: list[str | Table] = [*tables, *waiting.notes()]
+    return Listing(waiting.data(), parts, waiting.registered, is_known=waiting.is_known)
 
 
 @redlock.command()
 @click.argument("name", callback=named, metavar="RESOURCE|TASK_ID")
-@as_json
-@click.pass_context
-def show(ctx: click.Context, name: str, as_json: bool) -> None:
+@list_command
+def show(app: Any, name: str) -> Listing:
     """Show who holds a resource and who waits, or where a task stands.
 
     The first 8 characters of a task id are enough, if it holds, waits or has a claim.
     The exit status is 2 if too few nodes answer for that to be known, or no worker.
     """
-    app = app_from(ctx)
     made = redlock_of(app)
     sight = made.locks()
     everyone = WaitersView.ask(app)
@@ -143,7 +132,6 @@ def show(ctx: click.Context, name: str, as_json: bool) -> None:
         shown = sight.of(task.resources)
         waiting = everyone.for_task(name)
     locks = shown.locks
-    failing = sight.failing
     is_found = locks or shown.rates or waiting.waiting or waiting.registered.processes
     tables = views.lock_tables(shown)[not locks :]  # without the table of no locks
     if task is not None:
@@ -154,30 +142,25 @@ def show(ctx: click.Context, name: str, as_json: bool) -> None:
         parts = [*([] if locks else [none]), *tables, *votes, *waiting.tables(name)]
     else:
         parts = [*nothing_found(app, name, everyone.is_known)]
-    if task is None:
-        parts += waiting.notes()
-        failing = {**failing, **waiting.registered.failing}
     data = {"resource": name, "task": as_data(task), **as_data(shown), "waiters": waiting.data()}
-    print_result(as_json, data, *parts, *failing_lines(failing), *views.unknown_lines(sight))
-    if not sight.is_known or (task is None and not everyone.is_known):
-        ctx.exit(EXIT_UNKNOWN)
+    if task is not None:
+        return Listing(data, parts, sight)
+    parts += waiting.notes()
+    failing = waiting.registered.failing
+    return Listing(data, parts, sight, failing=failing, is_known=everyone.is_known)
 
 
 @redlock.command()
 @click.argument("pattern", default="*", callback=named)
-@as_json
-@click.pass_context
-def claims(ctx: click.Context, pattern: str, as_json: bool) -> None:
+@list_command
+def claims(app: Any, pattern: str) -> Listing:
     """Show the claims of deduplicated calls.
 
     PATTERN, such as "stock:*", selects resources. While a claim stands, a send of the same is a
     duplicate. `break --claim` ends it. The exit status is 2 if too few nodes answer.
     """
-    sight = redlock_of(app_from(ctx)).claims(pattern)
-    lines = (*failing_lines(sight.failing), *views.unknown_lines(sight))
-    print_result(as_json, as_data(sight), views.claim_table(sight), *lines)
-    if not sight.is_known:
-        ctx.exit(EXIT_UNKNOWN)
+    sight = redlock_of(app).claims(pattern)
+    return Listing(as_data(sight), [views.claim_table(sight)], sight)
 
 
 @redlock.command("break")
@@ -206,9 +189,7 @@ def break_(
     found = [lock for lock in sight.locks if permit in (None, lock.permit) and lock.value]
     rates = sight.rates if permit is None else ()
     if not found and not rates:
-        rest = "; ".join(failing_lines(sight.failing))
-        none = f"no lock is held on {resource}" if sight.is_known else views.LOCKS_UNKNOWN
-        raise command_error(f"{none.rstrip('.')}{rest and f' ({rest})'}")
+        raise nothing_to_end(sight, f"no lock is held on {resource}", views.LOCKS_UNKNOWN)
     if not yes:
         _confirm_break(found, rates, err=as_json)
     ended = tuple(break_lock(made.session, lock) for lock in found)
@@ -254,9 +235,7 @@ def _end_claims(ctx: click.Context, made: Redlock, resource: str, yes: bool, as_
     sight = made.claims()
     found = [claim for claim in sight.claims if resource in claim.known_as]
     if not found:
-        rest = "; ".join(failing_lines(sight.failing))
-        none = f"there is no claim on {resource}" if sight.is_known else views.CLAIMS_UNKNOWN
-        raise command_error(f"{none.rstrip('.')}{rest and f' ({rest})'}")
+        raise nothing_to_end(sight, f"there is no claim on {resource}", views.CLAIMS_UNKNOWN)
     if not yes:
         lines = [f"{one.task}[{one.task_id}] has the claim on {one.resource}" for one in found]
         print_all(*lines, err=as_json)

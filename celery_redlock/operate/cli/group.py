@@ -28,7 +28,6 @@ from celery_redlock.tasks.startup import install
 
 T = TypeVar("T")
 ANSWER_TIMEOUT = 5.0  # seconds in which the broker or the result backend must answer a command
-EXIT_UNKNOWN = 2  # exit status if too few nodes answer for anything to be known
 WIDE = 10_000  # columns if stdout is no terminal, so that no line of a pipe is cut
 GAP = "  "  # between two columns
 SHORT_ID = 8  # first characters of a task id, by which tables and people name it

@@ -39,13 +39,13 @@ from celery_redlock.operate.cli.group import (
     redlock,
     with_short_ids,
 )
+from celery_redlock.operate.cli.listing import unknown_lines
 from celery_redlock.operate.cli.views import (
     WaitersView,
     lock_tables,
     locks_like,
     node_table,
     quorum_line,
-    unknown_lines,
 )
 from celery_redlock.tasks.per_app import redlock_of
 

@@ -211,21 +211,6 @@ def _with_untold(text: str, failing: Mapping[str, str]) -> str:
     return f"{text}. {rest}" if rest else text
 
 
-def failing_lines(failing: Mapping[str, str]) -> list[str]:
-    """Return a line for each node that could not be queried."""
-    return [f"{node} cannot be queried: {cause}" for node, cause in failing.items()]
-
-
-def unknown_lines(sight: LockList | WaitingList | ClaimList) -> list[str]:
-    """Return a line if too few nodes answered for the list above to be complete."""
-    if sight.is_known:
-        return []
-    answered = sight.asked - len(sight.failing)
-    text = f"{answered} of {sight.asked} nodes answered, {sight.needed} needed"
-    text = f"{text}: locks and waiting tasks may be missing here"
-    return [anchors.see(text, anchors.NO_QUORUM)]
-
-
 def ask_workers(app: Any, command: str) -> tuple[dict[str, Any], str]:
     """Return what each worker answers to a remote control command, and why none could be asked."""
     replies, cause = within_deadline(

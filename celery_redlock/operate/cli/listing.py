@@ -1,0 +1,80 @@
+"""What the commands that list something have in common: they are of the nodes that answer.
+
+A listing ends with the nodes that could not be queried. If too few answered, it says so, and the
+exit status is 2. Not here: the tables (`views.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import wraps
+from typing import Any
+
+import click
+
+from celery_redlock import anchors
+from celery_redlock.lock.reports import Answers
+from celery_redlock.operate.cli.group import (
+    Table,
+    app_from,
+    as_json,
+    command_error,
+    print_result,
+)
+
+EXIT_UNKNOWN = 2  # exit status if too few nodes answer for anything to be known
+
+
+@dataclass(frozen=True)
+class Listing:
+    """What a command lists.
+
+    data: for programs. parts: for people. answers: what the nodes said. failing: nodes that failed
+    at another question. is_known: whether all others that were asked have answered, as workers.
+    """
+
+    data: Any
+    parts: Sequence[str | Table]
+    answers: Answers
+    failing: Mapping[str, str] = field(default_factory=dict)
+    is_known: bool = True
+
+
+def list_command(show: Callable[..., Listing]) -> Callable[..., None]:
+    """Make a command of a function of the app that returns a listing."""
+
+    @as_json
+    @wraps(show)
+    @click.pass_context
+    def command(ctx: click.Context, /, as_json: bool, **given: Any) -> None:
+        listing = show(app_from(ctx), **given)
+        answers = listing.answers
+        lines = [*failing_lines({**answers.failing, **listing.failing}), *unknown_lines(answers)]
+        print_result(as_json, listing.data, *listing.parts, *lines)
+        if not (answers.is_known and listing.is_known):
+            ctx.exit(EXIT_UNKNOWN)
+
+    return command
+
+
+def failing_lines(failing: Mapping[str, str]) -> list[str]:
+    """Return a line for each node that could not be queried."""
+    return [f"{node} cannot be queried: {cause}" for node, cause in failing.items()]
+
+
+def unknown_lines(answers: Answers) -> list[str]:
+    """Return a line if too few nodes answered for the list above to be complete."""
+    if answers.is_known:
+        return []
+    answered = answers.asked - len(answers.failing)
+    text = f"{answered} of {answers.asked} nodes answered, {answers.needed} needed"
+    text = f"{text}: locks and waiting tasks may be missing here"
+    return [anchors.see(text, anchors.NO_QUORUM)]
+
+
+def nothing_to_end(answers: Answers, none: str, unknown: str) -> click.ClickException:
+    """Return the error of a command that found nothing to end. unknown: if too few nodes answer."""
+    rest = "; ".join(failing_lines(answers.failing))
+    text = none if answers.is_known else unknown
+    return command_error(f"{text.rstrip('.')}{rest and f' ({rest})'}")
