@@ -390,7 +390,7 @@ def see_quorum(redlock: Redlock) -> None:
 
     def answers() -> bool:
         report = ask_nodes(redlock.session)
-        return report.answering >= report.quorum
+        return len(report.nodes) - len(report.failing) >= report.needed
 
     eventually(answers)
 

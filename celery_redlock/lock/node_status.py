@@ -6,14 +6,13 @@ Not here: the locks on the nodes (`inspection.py`), and how to ask a node (`serv
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
 import redis
 
-from celery_redlock.errors import NodeError
 from celery_redlock.lock.engine.core import one_server
 from celery_redlock.lock.engine.session import Session
 from celery_redlock.lock.model.keys import completion_key, guard_keys, inbox_channel, votes_channel
@@ -35,91 +34,58 @@ from celery_redlock.lock.transport.command import (
 _DENIED = re.compile(r"access (?:a|one of the) (key|channel)")  # Redis 7; Redis 6.2
 
 
-@dataclass(frozen=True)
-class NodeReport:
-    """Which nodes answer and vote.
+def ask_nodes(session: Session) -> NodeList:
+    """Connect to every node and return the status of each, within three node timeouts.
 
-    failing: "address: cause" for each node that does not answer. silent: by address, the remaining
-    seconds of each node that abstains (restart guard).
-    """
-
-    nodes: int
-    quorum: int
-    failing: tuple[str, ...]
-    silent: Mapping[str, float]
-
-    @property
-    def answering(self) -> int:
-        return self.nodes - len(self.failing)
-
-    @property
-    def voting(self) -> int:
-        return self.answering - len(self.silent)
-
-
-def ask_nodes(session: Session) -> NodeReport:
-    """Connect to every node and report the result, within three node timeouts.
-
-    Raises SettingsError if two nodes turn out to be one server.
+    Over the connections of the locks, so this begins the grace period of a new node. Of a status it
+    is known whether the node fails, abstains or votes. Raises SettingsError if two nodes turn out
+    to be one server.
     """
     nodes = session.nodes
-    answering = _connect(session)
-    failing = [node for node in nodes.all if node.index not in answering]
-    causes = [str(node.error or NodeError(node.name, "no answer in time")) for node in failing]
+    answering = nodes.connect(session.clock.now() + 2 * nodes.timeout)
+    session.check_distinct()
     _, grace_key = guard_keys(session.options.prefix)
     # milliseconds; negative if the node does not abstain
     left = nodes.query(encode_command("PTTL", grace_key), read_number, nodes=answering)
-    abstaining = {nodes.all[index].name: ms / 1000 for index, ms in left.items() if ms > 0}
-    return NodeReport(len(nodes.all), nodes.quorum, tuple(causes), abstaining)
+    statuses = []
+    for node in nodes.all:
+        silent_for = max(0, left.get(node.index, 0)) / 1000
+        status = NodeStatus(node.name, role="master", silent_for=silent_for, votes=not silent_for)
+        if node.index not in answering:
+            cause = node.error.cause if node.error else ""
+            status = NodeStatus(node.name, cause or "no answer in time")
+        statuses.append(status)
+    return _list_of(session, statuses)
 
 
-def exchange_shared_settings(session: Session) -> Mapping[str, list[str]]:
-    """Write this client's shared settings to every node; return the nodes by others found there.
+def compare_shared_settings(
+    session: Session, names: Collection[str] | None = None, *, writes: bool = False
+) -> Mapping[str, list[str]]:
+    """Return the nodes by shared settings that differ from this client's, as found there.
 
-    Locks are safe only among clients with the same ones. The last client's stay on the nodes: so
-    after a change in all clients, each client warns at most once. Raises SettingsError if two nodes
-    turn out to be one server.
-    """
-    nodes = session.nodes
-    answering = _connect(session)
-    request = encode_command("SET", _settings_key(session), shared_settings_of(session), "GET")
-    noted = nodes.query(request, _read_settings, nodes=answering)
-    return _differing(session, {nodes.all[index].name: text for index, text in noted.items()})
-
-
-def read_shared_settings(session: Session) -> Mapping[str, list[str]]:
-    """Return the nodes by shared settings that differ from this client's. Writes nothing.
+    Locks are safe only among clients with the same ones. names: of the nodes to ask; None for all.
+    writes: whether to leave this client's on the nodes. The last client's stay there: so after a
+    change in all clients, each client that writes warns at most once.
 
     Unlike a client's connection, this query does not begin the grace period of an unused node.
     Raises SettingsError if two nodes turn out to be one server.
     """
+    own = shared_settings_of(session)
+    key = encoded(f"{{{session.options.prefix}}}:terms")
+    query = ("SET", key, encoded(own), "GET") if writes else ("GET", key)
 
     def look(connection: Any) -> tuple[str | None, str]:
-        noted = _read_settings(reply_of(connection, "GET", encoded(_settings_key(session))))
+        reply = reply_of(connection, *query)
+        noted = None if reply is None else read_text(reply)
         return noted, read_info(connection).get("run_id", "")
 
-    found, _ = ask_each(session.nodes, look)
+    found, _ = ask_each(session.nodes, look, names)
     seen: dict[str, str] = {}
-    for node, (_, run_id) in found.items():
+    others: dict[str, list[str]] = {}
+    for node, (settings, run_id) in found.items():
         if run_id and run_id in seen:
             raise one_server("Redlock", (seen[run_id], node))
         seen[run_id] = node
-    return _differing(session, {node: noted for node, (noted, _) in found.items()})
-
-
-def _settings_key(session: Session) -> str:
-    return f"{{{session.options.prefix}}}:terms"
-
-
-def _read_settings(reply: Any) -> str | None:
-    return None if reply is None else read_text(reply)
-
-
-def _differing(session: Session, noted: Mapping[str, str | None]) -> dict[str, list[str]]:
-    """Return the nodes by the settings noted there, without those like this client's."""
-    own = shared_settings_of(session)
-    others: dict[str, list[str]] = {}
-    for node, settings in noted.items():
         if settings not in (None, own):
             others.setdefault(settings, []).append(node)
     return others
@@ -130,12 +96,6 @@ def shared_settings_of(session: Session) -> str:
     options = session.options
     nodes = len(session.nodes.all)
     return f"max_ttl={session.options.max_ttl:g} restart_guard={options.guard.mode} nodes={nodes}"
-
-
-def _connect(session: Session) -> Collection[int]:
-    answering = session.nodes.connect(session.clock.now() + 2 * session.nodes.timeout)
-    session.check_distinct()
-    return answering
 
 
 def read_nodes(session: Session) -> NodeList:
@@ -177,9 +137,13 @@ def read_nodes(session: Session) -> NodeList:
     found, failing = ask_each(session.nodes, look)
     names = [node.name for node in session.nodes.all]
     found |= {name: NodeStatus(error=cause) for name, cause in failing.items()}
-    statuses = tuple(replace(found[name], node=name) for name in names)
+    return _list_of(session, [replace(found[name], node=name) for name in names])
+
+
+def _list_of(session: Session, statuses: Sequence[NodeStatus]) -> NodeList:
+    guard = session.options.guard
     voting = sum(status.votes for status in statuses)
-    return NodeList(guard.mode, session.nodes.quorum, voting, statuses, guard.grace_period)
+    return NodeList(guard.mode, session.nodes.quorum, voting, tuple(statuses), guard.grace_period)
 
 
 def _try_to_grant(connection: Any, prefix: str) -> None:

@@ -82,6 +82,16 @@ class NodeList:
         """Whether enough nodes vote for locks to be granted."""
         return self.voting >= self.needed
 
+    @property
+    def failing(self) -> dict[str, str]:
+        """By node, the cause of its failure."""
+        return {one.node: one.error for one in self.nodes if one.error}
+
+    @property
+    def silent(self) -> dict[str, float]:
+        """By node that abstains, the remaining seconds."""
+        return {one.node: one.silent_for for one in self.nodes if one.silent_for > 0}
+
 
 class Answers:
     """What lists have in common: they are of the nodes that answer."""

@@ -21,13 +21,13 @@ from celery.app.registry import TaskRegistry
 
 from celery_redlock import anchors, compatibility
 from celery_redlock.compatibility import find
-from celery_redlock.errors import SettingsError
+from celery_redlock.errors import NodeError, SettingsError
 from celery_redlock.lock.node_status import (
-    NodeReport,
     ask_nodes,
-    exchange_shared_settings,
+    compare_shared_settings,
     shared_settings_of,
 )
+from celery_redlock.lock.reports import NodeList
 from celery_redlock.tasks import per_app
 from celery_redlock.tasks.children.reaper import watch_children
 from celery_redlock.tasks.declaration import ENTRY, config_of, to_leave_out
@@ -285,7 +285,8 @@ def report_nodes(sender: Any = None, **_: Any) -> None:
     try:
         session = redlock_of(app).session
         report = ask_nodes(session)
-        others = exchange_shared_settings(session)
+        answering = [node.node for node in report.nodes if not node.error]
+        others = compare_shared_settings(session, answering, writes=True)
     except SettingsError as error:  # of shared tasks alone; `RefuseToStart` has seen all others
         level = logging.ERROR if must_lock(app) else logging.WARNING
         logger.log(level, "no lock can be acquired: %s", error, extra={"event": "settings_wrong"})
@@ -300,16 +301,19 @@ def report_nodes(sender: Any = None, **_: Any) -> None:
         )  # fmt: skip
 
 
-def _log_report(report: NodeReport) -> None:
+def _log_report(report: NodeList) -> None:
     """Log in one line which nodes answer, and which wait before they grant a lock."""
-    of_them = f"of {report.nodes} lock nodes"
-    needed = f", {report.quorum} needed"
-    failing = f"; failing: {'; '.join(report.failing)}" if report.failing else ""
-    left = math.ceil(max(report.silent.values(), default=0.0))
-    if not report.silent:
+    nodes = len(report.nodes)
+    silent = report.silent
+    of_them = f"of {nodes} lock nodes"
+    needed = f", {report.needed} needed"
+    causes = [str(NodeError(node, cause)) for node, cause in report.failing.items()]
+    failing = f"; failing: {'; '.join(causes)}" if causes else ""
+    left = math.ceil(max(silent.values(), default=0.0))
+    if not silent:
         text = f"{report.voting} {of_them} answer{needed}{failing}"
-    elif failing or report.voting >= report.quorum:
-        waiting = f"new or restarted nodes wait {left} s: {', '.join(report.silent)}"
+    elif failing or report.has_quorum:
+        waiting = f"new or restarted nodes wait {left} s: {', '.join(silent)}"
         text = f"{report.voting} {of_them} may grant locks{needed} ({waiting}){failing}"
     else:
         text = (
@@ -317,15 +321,15 @@ def _log_report(report: NodeReport) -> None:
             "s). To skip the wait on a new cluster: celery -A APP redlock trust --all"
         )
     level = logging.WARNING
-    if report.voting == report.nodes:
+    if report.voting == nodes:
         level = logging.INFO
-    elif report.voting < report.quorum and report.failing:
+    elif failing and not report.has_quorum:
         # without a failing node the wait ends by itself
         level = logging.ERROR
         text = anchors.see(text, anchors.NO_QUORUM)
     fields = {
-        "event": "nodes_answer", "answering": report.answering, "voting": report.voting,
-        "nodes": report.nodes, "quorum": report.quorum,
+        "event": "nodes_answer", "answering": nodes - len(causes), "voting": report.voting,
+        "nodes": nodes, "quorum": report.needed,
     }  # fmt: skip
     logger.log(level, "%s", text, extra=fields)
 

@@ -14,7 +14,7 @@ import pytest
 from celery_redlock import LockTaken, QuorumUnreachable, Redlock
 from celery_redlock.lock.lock import acquisitions_of
 from celery_redlock.lock.model.keys import completion_key
-from celery_redlock.lock.node_status import ask_nodes, read_shared_settings
+from celery_redlock.lock.node_status import ask_nodes, compare_shared_settings
 from celery_redlock.lock.server.requests import GRANT, MARKER, RELEASE, RENEW, UNIQUE
 from celery_redlock.tasks.execution.completion_markers import read_markers
 from celery_redlock.tasks.unique.claim import ClaimToken
@@ -314,8 +314,8 @@ class TestQuestions:
                 assert [one.error for one in status[1:]] == ["", ""]
             lies.lie(b"PTTL", reply)
             lies.lie(b"GET", reply)
-            assert ask_nodes(three.session).quorum == 2
-            read_shared_settings(three.session)
+            assert ask_nodes(three.session).needed == 2
+            compare_shared_settings(three.session)
 
     @pytest.mark.parametrize("command", ASK)
     def test_a_list_without_end_is_not_awaited(

@@ -589,9 +589,8 @@ def texts_of(made: Redlock, caplog: pytest.LogCaptureFixture) -> str:
     """Return all that is said of the one node of a client: errors, log and commands."""
     cause = cause_with("", made)
     eventually(lambda: "gives no vote" in caplog.text)
-    return "\n".join(
-        [cause, caplog.text, made.status().nodes[0].error, *ask_nodes(made.session).failing]
-    )
+    at_start = ask_nodes(made.session).failing.values()
+    return "\n".join([cause, caplog.text, made.status().nodes[0].error, *at_start])
 
 
 class TestPasswords:

@@ -11,7 +11,7 @@ from celery.bin.celery import celery
 from click.testing import CliRunner, Result
 
 from celery_redlock import Redlock
-from celery_redlock.lock.node_status import exchange_shared_settings, shared_settings_of
+from celery_redlock.lock.node_status import compare_shared_settings, shared_settings_of
 from celery_redlock.testing import embedded_nodes
 from tests.conftest import PATIENCE, Nodes, eventually, trust_nodes
 from tests.integration.conftest import MakeStage
@@ -33,8 +33,8 @@ def client(nodes: Nodes) -> Iterator[Callable[..., Redlock]]:
 
 
 def test_clients_that_agree_have_nothing_to_say(client: Callable[..., Redlock]) -> None:
-    assert exchange_shared_settings(client().session) == {}
-    assert exchange_shared_settings(client().session) == {}
+    assert compare_shared_settings(client().session, writes=True) == {}
+    assert compare_shared_settings(client().session, writes=True) == {}
 
 
 @pytest.mark.parametrize(
@@ -46,14 +46,14 @@ def test_each_node_shows_the_settings_of_others(
     client: Callable[..., Redlock], nodes: Nodes, other: dict[str, float | str]
 ) -> None:
     first, second = client(), client(**other)
-    exchange_shared_settings(first.session)
+    compare_shared_settings(first.session, writes=True)
     names = [node.url[len("redis://") : -len("/0")] for node in nodes[: int(other.get("count", 3))]]
-    said = exchange_shared_settings(second.session)
+    said = compare_shared_settings(second.session, writes=True)
     assert {found: sorted(by) for found, by in said.items()} == {
         shared_settings_of(first.session): sorted(names)
     }
-    assert exchange_shared_settings(second.session) == {}, "what was noted last stays"
-    assert shared_settings_of(second.session) in exchange_shared_settings(first.session)
+    assert compare_shared_settings(second.session, writes=True) == {}, "what was noted last stays"
+    assert shared_settings_of(second.session) in compare_shared_settings(first.session, writes=True)
 
 
 def test_lists_one_node_apart_exclude_each_other_from_one_node_on_and_a_jump_does_not() -> None:
@@ -101,11 +101,11 @@ def test_the_doctor_fails_where_others_go_by_another_longest_ttl_and_changes_not
     assert told.exit_code == 0
     assert "max_ttl" not in told.output
     others = client(max_ttl=120)
-    exchange_shared_settings(others.session)
+    compare_shared_settings(others.session, writes=True)
     for _ in range(2):
         told = doctor()
         assert told.exit_code == 1
         (line,) = [line for line in told.output.splitlines() if "max_ttl=120 " in line]
         assert line.startswith("error ")
         assert "max_ttl=60 " in line
-    assert exchange_shared_settings(others.session) == {}
+    assert compare_shared_settings(others.session, writes=True) == {}

@@ -13,7 +13,8 @@ import pytest
 
 import celery_redlock
 from celery_redlock import Redlock
-from celery_redlock.lock.node_status import NodeReport, shared_settings_of
+from celery_redlock.lock.node_status import shared_settings_of
+from celery_redlock.lock.reports import NodeList, NodeStatus
 from celery_redlock.operate.lints import lint
 from celery_redlock.operate.start_report import left_open
 from celery_redlock.tasks.startup import _log_report
@@ -174,20 +175,22 @@ def test_each_line_of_the_page_has_the_words_of_the_code() -> None:
 
 
 @pytest.mark.parametrize(
-    "report",
+    "nodes",
     [
-        NodeReport(3, 2, ("b:6379: ...", "c:6379: ..."), {}),
-        NodeReport(3, 2, (), dict.fromkeys("abc", 61.0)),
-        NodeReport(3, 2, (), {}),
+        [NodeStatus("a", votes=True), *(NodeStatus(f"{one}:6379", "refused") for one in "bc")],
+        [NodeStatus(one, silent_for=61.0) for one in "abc"],
+        [NodeStatus(one, votes=True) for one in "abc"],
     ],
 )
 def test_the_lines_about_the_nodes_at_a_start_are_on_the_page(
-    report: NodeReport, caplog: pytest.LogCaptureFixture
+    nodes: list[NodeStatus], caplog: pytest.LogCaptureFixture
 ) -> None:
+    voting = sum(node.votes for node in nodes)
     with caplog.at_level("INFO"):
-        _log_report(report)
+        _log_report(NodeList("strict", 2, voting, tuple(nodes), 61.0))
     (record,) = caplog.records
-    line, _, _ = record.getMessage().partition(" See `")
+    line = re.sub(r"refused\. See `[^`]+`", "...", record.getMessage())
+    line, _, _ = line.partition(" See `")
     told = [one for event, one in rows() if event == "nodes_answer"]
     assert line.rstrip(".") in [one.rstrip(".") for one in told]
 

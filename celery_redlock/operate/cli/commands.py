@@ -22,7 +22,11 @@ from celery_redlock.lock.claims import delete_claim
 from celery_redlock.lock.client import Redlock
 from celery_redlock.lock.engine.events import EVICTS_LOCKS, LEAVES_WITH_SLOT
 from celery_redlock.lock.inspection import break_lock, break_rate
-from celery_redlock.lock.node_status import missing_rights, read_shared_settings, shared_settings_of
+from celery_redlock.lock.node_status import (
+    compare_shared_settings,
+    missing_rights,
+    shared_settings_of,
+)
 from celery_redlock.lock.reports import BreakReport, BrokenLock, LockReport, NodeList, RateReport
 from celery_redlock.lock.server.admin import PATIENCE, trust_nodes
 from celery_redlock.lock.server.error_hints import with_hint
@@ -364,8 +368,8 @@ def doctor(ctx: click.Context, as_json: bool) -> None:
         "quorum": nodes.needed,
         "voting": nodes.voting,
         "names": [node.node for node in nodes.nodes],
-        "failing": [f"{node.node}: {node.error}" for node in nodes.nodes if node.error],
-        "silent": {node.node: node.silent_for for node in up if node.silent_for > 0},
+        "failing": [f"{node}: {cause}" for node, cause in nodes.failing.items()],
+        "silent": nodes.silent,
         "new": [node.node for node in up if not node.silent_for and node.role == "master"],
     }
     lines = [quorum_line(nodes)]
@@ -397,7 +401,7 @@ def _lints_of_nodes(redlock: Redlock, status: NodeList) -> Iterator[Lint]:
             level = ADVICE if setting == "rights" else WARNING
             yield Lint(level, f"{server.name}: {setting}", value, hint)
     own = shared_settings_of(redlock.session)
-    for settings, nodes in read_shared_settings(redlock.session).items():
+    for settings, nodes in compare_shared_settings(redlock.session).items():
         hint = f"according to {', '.join(nodes)}; this app uses {own}: {UNTIL_ALIKE}"
         yield Lint(ERROR, "other clients", settings, hint)
     for node, rights in missing_rights(redlock.session).items():
