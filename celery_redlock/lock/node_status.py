@@ -5,7 +5,6 @@ Not here: the locks on the nodes (`inspection.py`), and how to ask a node (`serv
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -15,13 +14,14 @@ import redis
 
 from celery_redlock.lock.engine.core import one_server
 from celery_redlock.lock.engine.session import Session
-from celery_redlock.lock.model.keys import completion_key, guard_keys, inbox_channel, votes_channel
+from celery_redlock.lock.model.keys import completion_key, guard_keys
 from celery_redlock.lock.platform.clock import new_token
 from celery_redlock.lock.reports import NodeList, NodeStatus
 from celery_redlock.lock.server.admin import ask_each, reply_of
 from celery_redlock.lock.server.error_hints import strip_args
 from celery_redlock.lock.server.handshake import eviction_policy, is_in_cluster, read_info
 from celery_redlock.lock.server.requests import GRANT
+from celery_redlock.lock.server.rights import commands_tried, denied_right, trial_words
 from celery_redlock.lock.transport.command import (
     UnexpectedReplyError,
     encode_command,
@@ -30,8 +30,6 @@ from celery_redlock.lock.transport.command import (
     read_number,
     read_text,
 )
-
-_DENIED = re.compile(r"access (?:a|one of the) (key|channel)")  # Redis 7; Redis 6.2
 
 
 def ask_nodes(session: Session) -> NodeList:
@@ -167,44 +165,22 @@ def _try_to_grant(connection: Any, prefix: str) -> None:
 
 
 def missing_rights(session: Session) -> Mapping[str, list[str]]:
-    """Return by node which rights of lua/*.lua, of the client and of the commands its user lacks.
+    """Return by node which of the `NODE_RIGHTS` its user lacks.
 
     Tries each command, and changes nothing. Nodes whose user lacks no right are left out.
     """
     prefix = session.options.prefix
-    # nobody has these
-    key = completion_key(prefix, "")
-    channel = f"{votes_channel(prefix)}\n"
-    inbox = inbox_channel(prefix, "\n")
-    tried = [
-        ("PING",), ("INFO", "server"), ("TIME",), ("GET", key), ("MGET", key), ("DEL", key),
-        ("SET", key, "", "XX", "PX", "1"),  # only if there is such a key
-        ("PEXPIRE", key, "1"), ("PTTL", key), ("EXISTS", key), ("SCAN", "0", "COUNT", "1"),
-        ("ZADD", key, "XX", "0", "x"), ("ZREM", key, "x"), ("ZRANGE", key, "0", "0"),
-        ("ZRANK", key, "x"), ("ZSCORE", key, "x"), ("ZRANGEBYSCORE", key, "0", "0"),
-        ("HGET", key, "x"), ("HGETALL", key), ("HDEL", key, "x"),
-        ("HSET", key, "x", "", "y"),  # refused by the server: a value is missing
-        ("EVAL", "return 1", "0"), ("EVALSHA", "0" * 40, "0"),
-        ("SCRIPT", "EXISTS", "0" * 40), ("PUBSUB", "NUMSUB"), ("PUBLISH", channel, ""),
-        ("PUBLISH", inbox, ""), ("UNSUBSCRIBE", channel),
-        ("SUBSCRIBE", channel),  # last: such a connection takes no other command
-    ]  # fmt: skip
+    commands = commands_tried()
 
     def ask(connection: Any) -> list[str]:
+        tried = [trial_words(command, prefix) for command in commands]
         connection.send_packed_command(connection.pack_commands(tried))
         missing = dict[str, None]()
-        for command, *args in tried:
+        for command in commands:
             try:
                 connection.read_response()
             except redis.exceptions.NoPermissionError as error:
-                denied = _DENIED.search(str(error))
-                if denied is None:  # the command itself
-                    right = "+pubsub|numsub" if command == "PUBSUB" else f"+{command.lower()}"
-                elif denied[1] == "key":
-                    right = f"~{{{prefix}}}:*"
-                else:
-                    right = f"&{{{prefix}}}:{'handoff' if inbox in args else 'wake'}:*"
-                missing[right] = None
+                missing[denied_right(command, str(error), prefix)] = None
             except redis.ResponseError:
                 pass  # of a script that is not there, or a replica: the command is allowed
         return list(missing)

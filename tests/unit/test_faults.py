@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from celery_redlock.lock.server.error_hints import hint_of, is_misconfigured
+from celery_redlock.lock.server.rights import ACL_RULES
 from tests.pages import ROOT
 
 WRAPPED = "ERR Error running script (call to f_53e2): @user_script:10: @user_script: 10: -"
@@ -155,11 +156,12 @@ def test_a_hint_names_what_to_change_if_anything(text: str, clause: str) -> None
     assert bool(hint_of(text)) is bool(clause)
 
 
-def test_the_hint_has_the_rights_of_the_page() -> None:
+def test_the_hint_and_the_page_have_the_same_rights() -> None:
     """These are enough for all that a lock does: tests/contract/test_inspection.py."""
     page = (ROOT / "docs" / "operations" / "security.md").read_text(encoding="utf-8")
     [words] = re.findall(r"^ACL SETUSER locks on >secret (.+)$", page, re.MULTILINE)
-    assert words.replace("{redlock}", "{prefix}") in hint_of("NOPERM No permissions to access")
+    assert words.replace("{redlock}", "{prefix}") == ACL_RULES
+    assert ACL_RULES in hint_of("NOPERM No permissions to access")
 
 
 @given(st.text())

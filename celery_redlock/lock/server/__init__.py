@@ -12,6 +12,7 @@ its server, or if its server is another node's.
   `guard.lua` begins the grace period of a restarted server and `trust.lua` ends it, both with
   `tenure.lua`. `register.lua` keeps who waits, `announce.lua` names the next: `release.lua` and
   `break.lua` begin with it. `marker.lua` reads that a run is over, `fence.lua` the counter.
-- `error_hints.py`: hints for a server's errors; what an operator must mend. `admin.py`: commands
-  for operators. The words of a failed login are cut in `transport/address.py`.
+- `rights.py`: the rights that a node's user needs. `error_hints.py`: hints for a server's errors;
+  what an operator must mend. `admin.py`: commands for operators. The words of a failed login are
+  cut in `transport/address.py`.
 """

@@ -8,17 +8,12 @@ from collections.abc import Mapping, Sequence
 
 from celery_redlock.errors import NodeError, abstention_cause
 from celery_redlock.label import escaped
+from celery_redlock.lock.server.rights import ACL_RULES
 from celery_redlock.lock.transport.node import LONGEST_CAUSE, Node
 
 _NOT_A_PRIMARY = "not a primary: name its primary, or its Sentinels"
 _IN_A_CLUSTER = "a cluster member: name a standalone server"
-_RIGHTS = (
-    "its user needs resetchannels "
-    "~{prefix}:* &{prefix}:wake:* &{prefix}:handoff:* "
-    "+get +set +del +time +pexpire +pttl +exists +zadd +zrem +zrange +zrank "
-    "+zrangebyscore +zscore +hset +hget +hgetall +hdel "
-    "+publish +subscribe +unsubscribe +pubsub|numsub +eval +evalsha +script +info +ping +scan +mget"
-)
+_RIGHTS = f"its user needs {ACL_RULES}"
 # Each entry: a regular expression that recognizes an error, and the hint. Besides the codes it has
 # the servers' sentences, because redis-py removes some codes from replies to its own commands.
 _TEMPORARY = {  # costs a vote in this round; some of these errors end only if an operator acts
