@@ -552,7 +552,7 @@ def test_a_body_that_kills_its_worker_each_time_stays_until_an_operator_moves_it
         neighbour = stage.tasks.late.delay("k")
         stage.see_deferred(neighbour)
         poison = stage.tasks.kills_its_worker.apply_async(("p",), **{MOVES: MOST_MOVES - 1})
-        said = re.compile(r"left 1 messages of w1@\S+ unacknowledged: they were moved too often")
+        said = re.compile(r"left 1 message of w1@\S+ unacknowledged: they were moved too often")
         while not said.search(lives[-1].output()):
             if not lives[-1].runs:
                 assert len(lives) < MOST_LIVES

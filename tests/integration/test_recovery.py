@@ -628,7 +628,7 @@ def test_messages_go_back_to_their_own_lists_and_nothing_else_changes(
     assert {raw["headers"]["id"] for raw in kept.values()} == {plain, beside, spent}
     assert {tags[uid] for uid in (plain, beside, spent)} == kept.keys()
     assert {name: client_of_bytes(broker).dump(name) for name in foreign} == dumped
-    said = "left 1 messages of w1@"
+    said = "left 1 message of w1@"
     eventually(lambda: said in watcher.output())
     eventually(lambda: not client.exists("shop:{redlock}:worker_leases_dead:mine"))
     assert watcher.output().count(said) == 1

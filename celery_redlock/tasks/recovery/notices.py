@@ -74,18 +74,18 @@ class Notices:
         extra = {"event": "messages_recovered", "lease": lease, "worker": name}
         if done.messages:
             logger.warning(
-                "moved %d messages of %s back to their queues: its worker lease %s",
-                done.messages, name, why, extra={**extra, "messages": done.messages},
+                "moved %s of %s back to their queues: its worker lease %s",
+                in_words(done.messages), name, why, extra={**extra, "messages": done.messages},
             )  # fmt: skip
         more_kept = max(0, done.kept - self._kept.get(lease, 0))
         if done.kept:  # a worker lease that has refused messages as well is tried again and again
             self._kept[lease] = done.kept
         if more_kept:
             logger.error(
-                "left %d messages of %s unacknowledged: they were moved too often in a row, so "
+                "left %s of %s unacknowledged: they were moved too often in a row, so "
                 "their bodies may be what ends workers. They come back after the visibility "
                 "timeout. See %s",
-                done.kept, name, anchors.MESSAGES_STAY,
+                in_words(done.kept), name, anchors.MESSAGES_STAY,
                 extra={**extra, "event": "messages_kept", "messages": done.kept},
             )  # fmt: skip
         if done.messages or more_kept:
@@ -120,3 +120,8 @@ class Notices:
         with self._mutex:
             self._is_sending = bool(self._records)
             return self._is_sending
+
+
+def in_words(messages: int) -> str:
+    """Return how many messages there are, as a line of the log says it."""
+    return f"{messages} message" if messages == 1 else f"{messages} messages"
