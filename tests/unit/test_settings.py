@@ -806,7 +806,6 @@ NOT_LOCKED: list[tuple[Any, tuple[Any, ...], str]] = [
     (lambda *_: {}["sku"], (1,), "the callable raised KeyError: 'sku'"),
     *((lambda *_, returned=returned: returned, (1,), "must return a text")
       for returned in (7, "", [], ["a", ""], ["a", 7], [None], False)),
-    ("{a:{b}}", ("x", ">100000000"), ""), ("{a:{b}f}", (1.5, ".100000000"), ""),
     ("{a:.2f}", (Decimal("1e100000000"),), ""), ("{a:.2f}", (10**400,), ""), ("{a}", (LONG,), ""),
     ("{a}{b}", ("x" * 1000, "x" * 1000), ""), ("{a:>999}" * 100, ("x",), ""),
 ]  # fmt: skip

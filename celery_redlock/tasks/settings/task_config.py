@@ -53,7 +53,7 @@ from celery_redlock.tasks.settings.templates import fields_of_key, reads_argumen
 
 ANY_ARGUMENTS = "any-arguments"  # instead of a digest, if no argument is part of the key
 _TOO_LONG = f"a resource has at most {MOST_BYTES} bytes"
-_NAMES_QUEUE = re.compile(r"\{queue[}!:\[]")
+_NAMES_QUEUE = re.compile(r"\{queue[}:\[]")
 _CALL: SourceOf = partial(OptionSource.at, "call")
 _NEED_A_KEY = (
     ("unique_for", "deduplicates by"), ("debounce", "counts sends by"),

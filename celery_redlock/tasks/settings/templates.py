@@ -14,7 +14,7 @@ import json
 import re
 import string
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from inspect import Signature
 from typing import Any, NamedTuple, TypeAlias
 
@@ -32,17 +32,14 @@ TEMPLATE_NAMES = ("task", "queue", "digest")  # beside the arguments, whose name
 
 _FIELD = re.compile(r"([^.\[\]]+)((?:\[[^\[\]]+\])*)")
 _ITEM = re.compile(r"\[([^\[\]]+)\]")
-_CONVERSIONS: Mapping[str | None, Callable[[Any], str] | None] = {
-    None: None,
-    "r": repr,
-    "s": str,
-    "a": ascii,
-}
 # A width or a precision of a format: a few bytes of a message would become a text of gigabytes.
 _WIDE = re.compile(r"\d{4}")
 _BY_A_CALLABLE = (  # for an error, also of an entry in `redlock_tasks`
     "a template reads no attributes of an object. Use a callable key, as "
     'lambda task, args, kwargs: f"event:{args[0].id}"'
+)
+_BEYOND = (  # for an error of what a template cannot write
+    'use a callable key at the task, as lambda task, args, kwargs: f"sku:{args[0]!r}"'
 )
 _WIDEST_DECIMAL = 1000  # digits; Decimal("1e999999999") is short until a format writes its zeros
 
@@ -91,16 +88,15 @@ def templates_of(key: Any) -> tuple[str, ...]:
 
 
 class Field(NamedTuple):
-    """A field of a template, as {options[sku]!r:>9}, whose format is a template, too.
+    """A field of a template, as {options[sku]:>9}.
 
-    written: "options[sku]". name: the argument. items: the way to an item of it.
+    written: "options[sku]". name: the argument. items: the way to an item of it. form: ">9".
     """
 
     written: str
     name: str
     items: tuple[int | str, ...]
-    conversion: Callable[[Any], str] | None
-    form: Template
+    form: str
 
     def find(self, known: Mapping[str, Any]) -> Any:
         """Return its value; LookupError or TypeError if there is no such argument or item."""
@@ -115,22 +111,17 @@ class Field(NamedTuple):
         if value is None:
             raise ValueError(f"{self.written} is None")
         value = formattable(value)
-        if self.conversion is not None:
-            value = self.conversion(value)
         if isinstance(value, decimal.Decimal) and abs(value.adjusted()) > _WIDEST_DECIMAL:
             raise ValueError(f"a number has at most {_WIDEST_DECIMAL} digits")
-        form = _joined(self.form, known)
-        if form:
-            _check_format(form)  # again, for an argument may be a part of it
-        return format(value, form)
+        return format(value, self.form)
 
 
 Template: TypeAlias = tuple[str | Field, ...]  # its texts and fields, in their order
 
 
 @functools.lru_cache(maxsize=1024)  # a call may bring a template of its own
-def compiled(template: str, depth: int = 2) -> Template:
-    """Return a template's texts and fields; raises ValueError. depth: as of `str.format`."""
+def compiled(template: str) -> Template:
+    """Return a template's texts and fields; raises ValueError."""
     parts: list[str | Field] = []
     for text, written, form, conversion in string.Formatter().parse(template):
         if text:
@@ -141,28 +132,22 @@ def compiled(template: str, depth: int = 2) -> Template:
         if found is None or not found[1].isidentifier():
             hint = "name arguments in braces, as {sku}, {rest[0]}, {options[sku]}; no attributes"
             raise ValueError(hint)
-        if conversion not in _CONVERSIONS:
-            raise ValueError(f"!{conversion} is not a conversion: use !r, !s or !a")
-        if not depth:
-            raise ValueError("fields nest too deeply: a field in a format takes no further field")
-        _check_format(form or "")
+        form = form or ""
+        if conversion is not None:
+            raise ValueError(f"it has the conversion !{conversion}: {_BEYOND}")
+        if "{" in form:
+            raise ValueError(f"it has a field in a format, {form}: {_BEYOND}")
+        if _WIDE.search(form):
+            raise ValueError("a width or a precision has at most three digits")
         items = tuple(int(i) if i.isdecimal() else i for i in _ITEM.findall(found[2]))
-        inner = compiled(form or "", depth - 1)
-        parts.append(Field(written, found[1], items, _CONVERSIONS[conversion], inner))
+        parts.append(Field(written, found[1], items, form))
     return tuple(parts)
-
-
-def fields_of(template: Template) -> Iterator[Field]:
-    for part in template:
-        if isinstance(part, Field):
-            yield part
-            yield from fields_of(part.form)
 
 
 def fields_of_key(key: Any) -> list[Field]:
     """Return the fields of all templates of a key; none of a callable."""
     parts = map(compiled, templates_of(key))
-    return [field for template in parts for field in fields_of(template)]
+    return [part for template in parts for part in template if isinstance(part, Field)]
 
 
 def reads_arguments(key: Any, args: tuple[str, ...] | None, signature: Signature) -> bool:
@@ -177,12 +162,8 @@ def fill(template: str, arguments: Mapping[str, Any], task: str, queue: str) -> 
     """Return a template filled from the arguments of one call; raises as `Field.fill`."""
     parts = compiled(template)
     known = {"task": task, "queue": queue, **arguments}
-    if "digest" in template and any(one.name == "digest" for one in fields_of(parts)):
+    if "digest" in template and any(one.name == "digest" for one in fields_of_key(template)):
         known.setdefault("digest", digest(arguments, task))
-    return _joined(parts, known)
-
-
-def _joined(parts: Template, known: Mapping[str, Any]) -> str:
     return "".join(part if isinstance(part, str) else part.fill(known) for part in parts)
 
 
@@ -196,21 +177,6 @@ def _item(value: Any, name: int | str) -> Any:
     return found[-1]
 
 
-def _check_format(form: str) -> None:
-    """Raise ValueError for a format with a width or a precision of four digits and more."""
-    if _WIDE.search(form):
-        raise ValueError("a width or a precision has at most three digits")
-
-
-class _CanonicalText(str):
-    """A text that is its own repr, so that a conversion does not change how a list is shown."""
-
-    __slots__ = ()
-
-    def __repr__(self) -> str:
-        return str(self)
-
-
 def formattable(value: Any) -> Any:
     """Return what a format may be applied to; TypeError for a value without a stable text.
 
@@ -220,7 +186,7 @@ def formattable(value: Any) -> Any:
     if value is None or isinstance(value, _SHOWN):
         return value
     if isinstance(value, _CONTAINERS):
-        return _CanonicalText(canonical(value))
+        return canonical(value)
     kind: Any = type(value)
     if kind.__str__ is object.__str__ and kind.__format__ is object.__format__:
         raise TypeError(f"{_not_plain(value)} and has no text of its own; {_BY_A_CALLABLE}")
