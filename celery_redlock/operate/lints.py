@@ -13,7 +13,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import metadata
-from importlib.util import find_spec
 from typing import Any, TypeAlias
 
 from celery_redlock.errors import SettingsError
@@ -39,7 +38,7 @@ from celery_redlock.tasks.settings.levels import (
     time_limit_of,
     visibility_timeout,
 )
-from celery_redlock.tasks.settings.options import OPTION, EffectiveOptions, OptionValue
+from celery_redlock.tasks.settings.options import EffectiveOptions, OptionValue
 from celery_redlock.tasks.settings.templates import templates_of
 from celery_redlock.tasks.startup import OF_OTHERS, locked_tasks, locks_tasks, takes_lock
 from celery_redlock.tasks.task import LockedTask
@@ -100,10 +99,6 @@ def _all(app: Any) -> Iterator[Lint]:
     yield from _unknown_queues(queues, tuple(app.amqp.queues), app.conf)
     yield from _entries(app)
     yield from _prefixes(app)
-    metrics = settings_of(app).metrics
-    if metrics is not None and find_spec("prometheus_client") is None:
-        hint = "this worker serves no metrics: run pip install 'celery_redlock[metrics]'"
-        yield Lint(WARNING, "app: redlock_metrics", repr(metrics[1]), hint)
     tasks = []
     for task in locking(app):
         config = config_of(task)
@@ -199,15 +194,14 @@ def _entries(app: Any) -> Iterator[Lint]:
 
 
 def _without_effect(task: LockedTask, options: EffectiveOptions) -> Iterator[Lint]:
-    """Give attributes that are almost options, or another plugin's, and options without effect."""
+    """Give attributes of another plugin, and what becomes of duplicates that are not looked for."""
     if options["unique_for"].value is options["debounce"].value is None:
         for name in sorted(config_of(task).options.keys() & {"on_duplicate", "unique_until"}):
             one = options[name]
             hint = "has no effect without lock_unique_for"
             yield Lint(WARNING, str(one.source), repr(one.value), hint)
-    meant = {name: f"did you mean lock_{name}?" for name in OPTION} | OF_OTHERS
-    for name in sorted(meant.keys() & vars(type(task)).keys()):
-        hint = f"does not change the lock: {meant[name]}"
+    for name in sorted(OF_OTHERS.keys() & vars(type(task)).keys()):
+        hint = f"does not change the lock: {OF_OTHERS[name]}"
         yield Lint(WARNING, f"task {task.name!r}: {name}", repr(vars(type(task))[name]), hint)
 
 
@@ -374,15 +368,6 @@ def _acknowledgement(tasks: Sequence[LockedTask]) -> Iterator[Lint]:
 
 def _of_the_broker(app: Any, tasks: Sequence[TaskInQueue]) -> Iterator[Lint]:
     """Give a transport that cannot be used, and settings by which a broker loses or keeps back."""
-    deferred = [
-        options for _, options in tasks if options["on_conflict"].value not in ("skip", "fail")
-    ]
-    if app.conf.worker_prefetch_multiplier == 0 and deferred:
-        hint = (
-            f"{listed([options.task for options in deferred])}: a worker fetches its whole queue, "
-            "and all messages that wait for their locks stay in its memory: set 1 or more"
-        )
-        yield Lint(WARNING, "app: worker_prefetch_multiplier", "0", hint)
     try:
         driver = driver_of(app)
     except Exception as error:  # each transport has its own
@@ -396,7 +381,7 @@ def _of_the_broker(app: Any, tasks: Sequence[TaskInQueue]) -> Iterator[Lint]:
         yield Lint(WARNING, "app: broker_url", driver, hint)
     if driver == "amqp":
         yield from _bounded_queues(app)
-        yield from _full_prefetch(app, deferred)
+        yield from _full_prefetch(app, tasks)
 
 
 def _broken_transport(app: Any, error: Exception) -> Lint:
@@ -417,7 +402,7 @@ def _broken_transport(app: Any, error: Exception) -> Lint:
     return Lint(ERROR, f"app: {setting}", redact_url(url), cause)
 
 
-def _full_prefetch(app: Any, deferred: Sequence[EffectiveOptions]) -> Iterator[Lint]:
+def _full_prefetch(app: Any, tasks: Sequence[TaskInQueue]) -> Iterator[Lint]:
     """Give queues of RabbitMQ whose deferred messages fill a worker's prefetch.
 
     Source: celery.worker.consumer.tasks: with any quorum queue the prefetch is each consumer's own,
@@ -426,6 +411,9 @@ def _full_prefetch(app: Any, deferred: Sequence[EffectiveOptions]) -> Iterator[L
     prefetch = app.conf.worker_prefetch_multiplier
     if not (0 < prefetch <= DEFAULT_PREFETCH and has_quorum_queues(app)):
         return
+    deferred = [
+        options for _, options in tasks if options["on_conflict"].value not in ("skip", "fail")
+    ]
     for queue in app.amqp.queues.values():
         names = [options.task for options in deferred if options.queue == queue.name]
         if names and queue.exchange.type == "direct":

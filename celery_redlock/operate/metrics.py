@@ -275,7 +275,7 @@ def prepare_metrics(sender: Any = None, **_: Any) -> None:
     """Count from now on if `redlock_metrics` is set; called before the pool forks."""
     global _exporter
     address = settings_of(sender.app).metrics
-    # a lint reports a missing library: there is no log yet in which an error would be seen
+    # without the library a step ends the worker, after this
     if address is not None and _exporter is None and find_spec("prometheus_client"):
         _exporter = Exporter(address, forks=forks_children(sender))
 

@@ -14,6 +14,7 @@ import math
 import types
 from collections.abc import Mapping
 from contextlib import suppress
+from importlib.util import find_spec
 from typing import Any
 
 from celery import Task, bootsteps, current_app
@@ -237,7 +238,7 @@ def finalize_before_apply() -> None:
 
 
 class RefuseToStart(bootsteps.Step):
-    """Ends a worker at its start if it could not lock its tasks, or would not.
+    """Ends a worker at its start if it could not lock its tasks, or serve its metrics.
 
     Raises SettingsError; again what `finalize` has raised, for a caller may have swallowed that.
     Source: celery.bootsteps; receivers of `worker_init` cannot end a worker.
@@ -262,6 +263,12 @@ class RefuseToStart(bootsteps.Step):
                     f"{to_leave_out(locked[0])}"
                 )
                 raise SettingsError("worker", "worker_pool", "eventlet", hint)
+        if settings_of(worker.app).metrics is not None and find_spec("prometheus_client") is None:
+            hint = (
+                "needs the package prometheus_client: run pip install 'celery_redlock[metrics]', "
+                "or set None"
+            )
+            raise OptionSource.at("app", "metrics").wrong(worker.app.conf.redlock_metrics, hint)
 
 
 def connect_child(**_: Any) -> None:

@@ -124,8 +124,6 @@ def test_a_worker_says_once_at_its_start_what_is_wrong(make_stage: MakeStage, no
     (said,) = [line for line in lines if "'othre'" in line]
     assert "WARNING" in said
     assert not [line for line in lines if "acks_late" in line]  # advice is for who asks
-    (open_,) = [line for line in lines if "max_wait, max_hold=None" in line]
-    assert "INFO" in open_
 
 
 CURRENT = """

@@ -357,19 +357,6 @@ def test_a_run_that_no_release_dispatched_was_not_handed_its_lock(
     assert not registry.get_sample_value("redlock_handoff_seconds_count", labels)
 
 
-def test_a_worker_without_the_library_says_that_it_has_no_metrics(
-    make_stage: MakeStage, nodes: Nodes, tmp_path: Path
-) -> None:
-    stage = make_stage(nodes, redlock_metrics=ANY_PORT)
-    (folder := tmp_path / "without").mkdir()
-    hidden = "import sys\nsys.modules['prometheus_client'] = None\n"
-    (folder / "sitecustomize.py").write_text(hidden)
-    stage.env["PYTHONPATH"] = str(folder)
-    worker = stage.worker(concurrency=1)
-    assert stage.tasks.work.delay("k").get(timeout=120) == 0
-    eventually(lambda: "pip install 'celery_redlock[metrics]'" in worker.output())
-
-
 @pytest.mark.parametrize("value", ["http", -1, True, "host:", 70000, "9808/metrics"])
 def test_a_wrong_address_is_refused_by_name_and_value(value: Any) -> None:
     conf = {"redlock_nodes": ["redis://a"], "redlock_metrics": value}

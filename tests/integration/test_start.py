@@ -61,6 +61,11 @@ import eventlet; eventlet.monkey_patch()
 from celery_redlock import Redlock
 Redlock(["redis://127.0.0.1:1"])
 """
+NO_METRICS = """
+import sys
+sys.modules["prometheus_client"] = None
+app.conf.redlock_metrics = "0.0.0.0:9808"
+"""
 NO_CONSUMER = """
 from celery.worker.consumer import Consumer
 del Consumer.apply_eta_task
@@ -104,6 +109,19 @@ def test_a_worker_does_not_start_if_it_would_not_lock(tmp_path: Path, app: str, 
     error = ended.stderr.rstrip().splitlines()[-1]
     assert error.startswith("celery_redlock.errors.SettingsError: ")
     assert said in error
+
+
+@pytest.mark.parametrize("pool", ["solo", "prefork"])
+def test_a_worker_does_not_start_if_its_metrics_lack_their_package(
+    tmp_path: Path, pool: str
+) -> None:
+    app = NODES + OWN + NO_METRICS
+    ended = celery(tmp_path, app, "worker", "-P", pool, "-c", "1", "-l", "INFO")
+    assert ended.returncode != 0
+    assert "] ready" not in ended.stderr
+    said = ended.stderr.rstrip().splitlines()[-1]
+    assert "SettingsError: app: redlock_metrics='0.0.0.0:9808': " in said
+    assert "pip install 'celery_redlock[metrics]'" in said
 
 
 def test_a_worker_does_not_start_if_celery_tells_of_no_app_that_finalizes(tmp_path: Path) -> None:

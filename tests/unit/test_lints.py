@@ -4,6 +4,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -13,7 +14,7 @@ from kombu.transport import _transport_cache
 
 from celery_redlock import LockedTask, SettingsError
 from celery_redlock.operate.lints import Lint, lint
-from celery_redlock.operate.start_report import left_open
+from celery_redlock.operate.start_report import left_open, report_lints
 from celery_redlock.tasks.settings.levels import declared_queues
 
 NODES = ["redis://a", "redis://b", "redis://c"]
@@ -144,8 +145,6 @@ CASES: list[tuple[str, App, App, str, str]] = [
      partial(shop, {"redlock_key": "{task}", "redlock_rate": "9/m"}, lock={"args": ["a"]}),
      "warning",
      "app: redlock_rate"),
-    ("an option without its prefix", partial(shop, task={"max_wait": 5}),
-     partial(shop, lock={"max_wait": 5}), "warning", "task 'shop.f': max_wait"),
     ("what becomes of duplicates that are not looked for",
      partial(shop, lock={"on_duplicate": "fail"}),
      partial(shop, lock={"on_duplicate": "fail", "unique_for": 60}), "warning",
@@ -155,10 +154,6 @@ CASES: list[tuple[str, App, App, str, str]] = [
      "acks_late"),
     ("late acknowledgement of killed children",
      partial(shop, task={"reject_on_worker_lost": False}), shop, "advice", "reject_on_worker_lost"),
-    ("any number of waiting messages in memory", partial(shop, {PREFETCH: 0}),
-     partial(shop, {PREFETCH: 1}), "warning", f"app: {PREFETCH}"),
-    ("no message that waits", partial(shop, {PREFETCH: 0}),
-     partial(shop, {PREFETCH: 0}, lock={"on_conflict": "fail"}), "warning", f"app: {PREFETCH}"),
     ("a fixed prefetch that nobody has raised", partial(shop, {**DIRECT, PREFETCH: 4}),
      partial(shop, {**DIRECT, PREFETCH: 5}), "warning", "queue 'celery'"),
     ("a fixed prefetch that waiting messages fill", partial(shop, DIRECT),
@@ -186,15 +181,6 @@ def test_what_is_wrong_is_said_once_and_what_is_right_is_not(
     assert lint(right()) == ()
 
 
-def test_metrics_are_told_if_the_library_that_counts_them_is_missing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    app = shop({"redlock_metrics": 9808})
-    assert not lint(app)
-    monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    assert said(app) == [("warning", "app: redlock_metrics")]
-
-
 @pytest.mark.parametrize(
     ("scheme", "modules", "cause"),
     [
@@ -218,12 +204,11 @@ def test_a_transport_that_cannot_be_imported_is_one_error_beside_what_else_is_fo
     for name in modules[1:]:
         monkeypatch.setitem(sys.modules, name, None)
     url = f"{scheme}://me:secret@a"
-    app = shop({"broker_url": url, "redlock_queues": {"x": {}}, PREFETCH: 0})
+    app = shop({"broker_url": url, "redlock_queues": {"x": {}}})
     found = lint(app)
     assert [(one.level, one.setting) for one in found] == [
         ("error", "app: broker_url"),
         ("warning", "app: redlock_queues"),
-        ("warning", f"app: {PREFETCH}"),
     ]
     assert found[0].value == f"{scheme}://a"
     assert found[0].hint.startswith(cause)
@@ -239,14 +224,12 @@ def test_a_broker_that_forgets_what_a_killed_worker_has_received_is_named(tmp_pa
 
 
 def test_a_task_that_cannot_be_meant_leaves_other_tasks_their_lints() -> None:
-    conf = {"redlock_queues": {"celery": TWO}, PREFETCH: 0}
+    conf = {"redlock_queues": {"celery": TWO}}
     tasks = {"bad": {"lock_fencing": True}, "good": {"lock_renew": False}}
     assert said(shop_of(conf, tasks)) == [
         ("warning", "task 'bad' in queue 'celery': limit"),
-        ("warning", f"app: {PREFETCH}"),
         ("advice", "task 'good': lock_renew"),
     ]
-    assert "good: a worker fetches" in lint(shop_of(conf, tasks))[1].hint
 
 
 def test_a_thing_of_many_tasks_is_said_once_and_names_some() -> None:
@@ -317,7 +300,8 @@ def test_a_mapping_gives_each_of_several_keys_its_own_limit_and_a_callable_is_no
 
 
 def test_errors_stand_first_and_advice_last() -> None:
-    app = shop({"redlock_queues": {"celrey": {}}, PREFETCH: 0}, lock={"renew": False})
+    entries: dict[str, Any] = {"redlock_queues": {"celrey": {}}, "redlock_tasks": {"shop.g": {}}}
+    app = shop(entries, lock={"renew": False})
     app.conf.task_create_missing_queues = False
     assert [one.level for one in lint(app)] == ["error", "warning", "advice"]
 
@@ -473,34 +457,24 @@ def opened(app: Celery) -> list[tuple[str, str, str]]:
 
 
 ONE_NODE = {**ON_REDIS, "redlock_nodes": ["redis://a"]}
-VISIBILITY = "app: broker_transport_options: visibility_timeout"
 
 
 def test_what_the_defaults_leave_open_is_told_in_one_line_each() -> None:
-    assert opened(shop(ONE_NODE)) == [
+    adopting = {**ONE_NODE, "redlock_tasks": {"vendor.*": {"unique_for": 20}}}
+    assert opened(shop_of(adopting, {"shop.f": {}}, unlocked="vendor.build")) == [
         ("advice", "app: redlock_nodes", "1 node"),
-        ("advice", "max_wait, max_hold", "None"),
+        ("advice", "app: redlock_tasks", "unique_for or debounce"),
     ]
 
 
-@pytest.mark.parametrize(
-    ("app", "is_told"),
-    [
-        (partial(shop, ONE_NODE), False),
-        (partial(shop, {**ONE_NODE, "redlock_recovery": False}), True),
-        (partial(shop, ONE_NODE, lock={"key": lambda task, args, kwargs: None}), True),
-        (partial(shop, ONE_NODE, lock={"on_unreachable": "run"}), True),
-        (partial(shop, {**ONE_NODE, "broker_url": "sqs://"}), True),
-        (
-            partial(shop, {**ONE_NODE, "broker_transport_options": {"ack_emulation": False}}),
-            True,
-        ),
-    ],
-)
-def test_a_short_visibility_timeout_is_advised_to_those_alone_whose_messages_nobody_moves(
-    app: App, is_told: bool
-) -> None:
-    assert (VISIBILITY in [setting for _, setting, _ in opened(app())]) is is_told
+def test_a_worker_logs_once_what_is_left_open(caplog: pytest.LogCaptureFixture) -> None:
+    sender = SimpleNamespace(app=shop(ONE_NODE))
+    with caplog.at_level("INFO", "celery_redlock"):
+        report_lints(sender)
+        report_lints(sender)
+    (line,) = [one for one in caplog.records if vars(one).get("event") == "left_open"]
+    assert line.levelname == "INFO"
+    assert line.getMessage().startswith("app: redlock_nodes=1 node: ")
 
 
 @pytest.mark.parametrize(
@@ -509,13 +483,7 @@ def test_a_short_visibility_timeout_is_advised_to_those_alone_whose_messages_nob
         (shop, "app: redlock_nodes"),
         (partial(shop, {**ONE_NODE, "redlock_restart_guard": "strict"}), "app: redlock_nodes"),
         (partial(shop, {"redlock_nodes": ["postgresql://a/b"]}), "app: redlock_nodes"),
-        (partial(shop, lock={"max_wait": 60}), "max_wait, max_hold"),
-        (partial(shop, lock={"max_hold": 60}), "max_wait, max_hold"),
-        (partial(shop, task={"time_limit": 60.0}), "max_wait, max_hold"),
-        (partial(shop, {"task_soft_time_limit": 60.0}), "max_wait, max_hold"),
         (partial(shop, {"redlock_tasks": {"vendor.*": {}}}), "app: redlock_tasks"),
-        (shop, VISIBILITY),
-        (partial(shop, ON_REDIS, task={"acks_late": False}), VISIBILITY),
     ],
 )
 def test_what_the_user_has_decided_is_not_left_open(decided: App, what: str) -> None:
