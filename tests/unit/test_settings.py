@@ -487,8 +487,7 @@ class TestWhatIsRefused:
 
 
 class TestTheTables:
-    def test_the_options_are_the_fields_of_a_run_in_the_same_order(self) -> None:
-        assert list(OPTION) == list(TaskLockOptions.__dataclass_fields__)
+    def test_each_default_passes_its_own_check(self) -> None:
         assert set(OPTION) == set(FOUR)
         for name, (check, default) in OPTION.items():
             assert check(*OptionSource.at("app", name), default) == default

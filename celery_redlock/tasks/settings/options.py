@@ -1,14 +1,15 @@
-"""The table of a lock's options: the only list of their names, checks and defaults.
+"""The table of a lock's options: `TaskLockOptions`, the only list of names, checks and defaults.
 
 The checks of every level and the built-in values are made from it. The meaning of each option
-stands in docs/reference/options.md; a test compares its names and defaults with the table. Not
-here: how the levels of options become one (`levels.py`, `task_config.py`).
+stands in docs/reference/options.md; a test compares its names and defaults with the table. Another
+test prints the lines that the types lack (`tasks/typed_options.py`, `LockedTask`). Not here: how
+the levels of options become one (`levels.py`, `task_config.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from typing import Any
 
@@ -84,37 +85,6 @@ class Backoff:
             name = min(unknown, key=str)
             raise SettingsError("Backoff", str(name), repr(fields[name]), hint)
         return cls(**fields)
-
-
-@dataclass(frozen=True)
-class TaskLockOptions:
-    """The options in force for one run; times in seconds. The page of options has the meanings."""
-
-    key: Any
-    args: tuple[str, ...] | None
-    ttl: float
-    renew: bool
-    max_hold: float | None
-    wait: float
-    on_conflict: Any
-    backoff: Backoff
-    max_wait: float | None
-    on_give_up: str
-    on_lost: str
-    on_unreachable: str
-    limit: Any
-    rate: str | Mapping[str, str] | None
-    fencing: bool
-    unique_for: float | None
-    unique_until: str
-    on_duplicate: str
-    debounce: float | None
-    debounce_max: float | None
-
-    @property
-    def is_unique(self) -> bool:
-        """Whether a send is deduplicated, or debounced."""
-        return any(getattr(self, option) is not None for option in UNIQUE_BY)
 
 
 @dataclass(frozen=True)
@@ -203,26 +173,47 @@ def check_backoff(level: str, name: str, value: Any) -> Backoff:
     return value
 
 
+def option(default: Any, check: Callable[[str, str, Any], Any]) -> Any:
+    """Return a field of the table. check: as of a `Setting`."""
+    return field(default=default, metadata={"check": check})
+
+
+@dataclass(frozen=True)
+class TaskLockOptions:
+    """The table of options: each with its default and its check. Times in seconds.
+
+    An instance has the options in force for one run. The page of options has the meanings.
+    """
+
+    key: Any = option(None, check_key)
+    args: tuple[str, ...] | None = option(None, check_args)
+    # `check_options` compares it with the app's times
+    ttl: float = option(DEFAULT_TTL, check_seconds)
+    renew: bool = option(True, true_or_false)
+    max_hold: float | None = option(None, seconds_or_none)
+    wait: float = option(0.0, partial(check_wait, most=LONGEST_WAIT))
+    on_conflict: Any = option("defer", _one_of("defer", "skip", "fail", or_callable=True))
+    backoff: Backoff = option(Backoff(), check_backoff)
+    max_wait: float | None = option(None, seconds_or_none)
+    on_give_up: str = option("fail", _one_of("fail", "skip"))
+    on_lost: str = option("abort", _one_of("abort", "warn"))
+    on_unreachable: str = option("defer", _one_of("defer", "fail", "run"))
+    limit: Any = option(1, _limit)
+    rate: str | Mapping[str, str] | None = option(None, _rate)
+    fencing: bool = option(False, true_or_false)
+    unique_for: float | None = option(None, seconds_or_none)
+    unique_until: str = option("finished", _one_of("started", "finished", "expired"))
+    on_duplicate: str = option("existing", _on_duplicate)
+    debounce: float | None = option(None, seconds_or_none)
+    debounce_max: float | None = option(None, seconds_or_none)
+
+    @property
+    def is_unique(self) -> bool:
+        """Whether a send is deduplicated, or debounced."""
+        return any(getattr(self, name) is not None for name in UNIQUE_BY)
+
+
 OPTION: Mapping[str, Setting] = {
-    "key": Setting(check_key, None),
-    "args": Setting(check_args, None),
-    "ttl": Setting(check_seconds, DEFAULT_TTL),  # `check_options` compares it with the app's times
-    "renew": Setting(true_or_false, True),
-    "max_hold": Setting(seconds_or_none, None),
-    "wait": Setting(partial(check_wait, most=LONGEST_WAIT), 0.0),
-    "on_conflict": Setting(_one_of("defer", "skip", "fail", or_callable=True), "defer"),
-    "backoff": Setting(check_backoff, Backoff()),
-    "max_wait": Setting(seconds_or_none, None),
-    "on_give_up": Setting(_one_of("fail", "skip"), "fail"),
-    "on_lost": Setting(_one_of("abort", "warn"), "abort"),
-    "on_unreachable": Setting(_one_of("defer", "fail", "run"), "defer"),
-    "limit": Setting(_limit, 1),
-    "rate": Setting(_rate, None),
-    "fencing": Setting(true_or_false, False),
-    "unique_for": Setting(seconds_or_none, None),
-    "unique_until": Setting(_one_of("started", "finished", "expired"), "finished"),
-    "on_duplicate": Setting(_on_duplicate, "existing"),
-    "debounce": Setting(seconds_or_none, None),
-    "debounce_max": Setting(seconds_or_none, None),
+    one.name: Setting(one.metadata["check"], one.default) for one in fields(TaskLockOptions)
 }
-BUILT_IN: Mapping[str, Any] = {name: option.default for name, option in OPTION.items()}
+BUILT_IN: Mapping[str, Any] = {name: one.default for name, one in OPTION.items()}
