@@ -95,7 +95,7 @@ class Parameters:
         bare = [p.replace(annotation=p.empty, default=p.empty) for p in parameters]
         shown = ", ".join(f"{p.name!r}: {p.name}" for p in parameters)
         # as `namedtuple` does: Python binds. `Signature.bind` takes 0.5 percent of a locked task's
-        # instructions for one parameter, 1.4 percent for a rich signature, and Python 3.11's refuses
+        # instructions for one parameter and 1.4 percent for a rich signature. Python 3.11's refuses
         # a positional-only name that `**options` takes
         source = f"lambda {str(inspect.Signature(bare))[1:-1]}: {{{shown}}}"
         binder: Any = eval(source, {})  # noqa: S307 - a signature has names and nothing else
