@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from celery_redlock.tasks.waiting.dispatch import CAPACITY, capacity
+from celery_redlock.tasks.waiting.prefetch import CAPACITY, capacity
 
 
 @pytest.mark.parametrize(

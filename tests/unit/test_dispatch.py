@@ -127,7 +127,7 @@ class Worker:
             self.consumer, loop, self.clock, TIMES, self.heads.on_head, self.heads.on_due
         )
         self.heads.due = self.dispatcher.dispatch
-        self.dispatcher.capacity = capacity
+        self.dispatcher.prefetch.capacity = capacity
         self.dispatcher.forget()
 
     def _apply(self, message: Message) -> None:
@@ -499,7 +499,7 @@ def test_a_message_of_a_task_with_a_rate_limit_waits_for_its_rate_and_the_next_o
     assert worker.in_bucket == [first.request]
     assert worker.dispatcher.heads_to_run("a") == []
     assert worker.dispatcher.unaccepted() == [first.request]
-    worker.dispatcher.on_token(first.request)
+    worker.dispatcher.buckets.on_token(first.request)
     assert worker.applied == [("first", 0.0)]
     assert worker.dispatcher.unaccepted() == []
     assert worker.dispatcher.heads_to_run("a") == [second]
@@ -519,6 +519,6 @@ def test_a_cancelled_message_that_leaves_lets_the_others_wait_on_for_the_rate(
     worker.dispatcher.sweep()
     assert worker.in_bucket == [first.request, cancelled.request]
     leaves = first if leaves_first == "first" else cancelled
-    worker.dispatcher.on_token(leaves.request)
+    worker.dispatcher.buckets.on_token(leaves.request)
     # the cancelled one neither takes the place of the one before it, nor makes it free
     assert worker.dispatcher.heads_to_run("a") == ([third] if leaves is first else [])

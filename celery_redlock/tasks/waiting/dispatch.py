@@ -1,16 +1,12 @@
-"""How a waiting message goes on to Celery: at its ETA, at its own retry, or dispatched before.
-
-And how many messages may wait in a worker's memory, and what that means for its prefetch.
-"""
+"""How a waiting message goes on to Celery: at its ETA, at its own retry, or dispatched before."""
 
 from __future__ import annotations
 
 import functools
 import logging
-import sys
 import threading
 import weakref
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container
 from datetime import datetime
 from typing import Any
 
@@ -19,9 +15,11 @@ from celery.worker import state
 from celery_redlock import anchors
 from celery_redlock.lock.model.handoff import TURN
 from celery_redlock.lock.platform.clock import Clock
-from celery_redlock.tasks.delivery.delivery import HAS_ROOM, utc_now
+from celery_redlock.tasks.delivery.delivery import utc_now
 from celery_redlock.tasks.reporting import StoringThread
+from celery_redlock.tasks.waiting.buckets import Buckets
 from celery_redlock.tasks.waiting.loop import EventLoop
+from celery_redlock.tasks.waiting.prefetch import Prefetch
 from celery_redlock.tasks.waiting.queues import (
     MessageQueues,
     QueueKey,
@@ -40,8 +38,7 @@ class Dispatcher:
     `dispatch` gives a message to Celery before its time, `on_eta` at the end of its countdown; both
     once. on_head: called with a resource that has another head, or none, and with the first of a
     queue that was empty. on_due: called with a head that is to try by itself. states: stores those
-    of the messages. mutex: of `queues`; a greenlet that has it may give way to others. capacity:
-    how many may wait. All methods but `waiting` run in the event loop.
+    of the messages. All methods but `waiting` run in the event loop.
     """
 
     def __init__(
@@ -60,33 +57,29 @@ class Dispatcher:
         self._on_head = on_head
         self._on_due = on_due
         self._apply_eta_task: Callable[[Any], object] = consumer.apply_eta_task
-        # without one of them, what waited here heeds no rate limit
-        self._leave_bucket: Any = getattr(consumer, "_limit_move_to_pool", None)
-        enter = getattr(consumer, "_limit_task", None)
-        self._enter_bucket: Any = enter if self._leave_bucket else None
+        self.queues = MessageQueues(times, threading.RLock())
+        self.buckets = Buckets(consumer)
+        self.prefetch = Prefetch(
+            consumer, loop, self.queues, times.eviction_interval, self.dispatch
+        )
         self.states = StoringThread(consumer.app, loop.call_soon)
-        self.mutex = threading.RLock()
-        self._eviction: Any = None  # the timer's entry, while one is due
-        self.capacity = CAPACITY
         self.forget()
 
     def forget(self) -> None:
         """Forget all waiters, and the states of theirs that are not stored yet."""
         self.states.forget()
-        self._loop.cancel(self._eviction)
-        self._eviction = None
-        self.queues = MessageQueues(self._times)
-        self._above = 0  # how many more messages wait than the capacity allows
+        with self.queues.mutex:
+            self.queues.forget()
+            self.prefetch.forget()
+        self.buckets.forget()
         self._dispatched: weakref.WeakSet[Any] = weakref.WeakSet()  # requests
-        self._in_buckets: dict[Any, list[QueueKey]] = {}  # by request, which waits for its rate
-        self._awaiting_rate: dict[QueueKey, Any] = {}  # by queue: the first of these requests
         self._runs: dict[str, Any] = {}  # by resource: its last request that went to the pool
         # by name of what has several permits: the requests that waited for one and went to the pool
         self._sent: dict[str, list[Any]] = {}
 
     def waiting(self) -> list[WaitingMessage]:
         """Return the waiters by priority, then by first deferral; called by any thread."""
-        with self.mutex:
+        with self.queues.mutex:
             return sorted(self.queues.all())
 
     def unaccepted(self) -> list[Any]:
@@ -98,16 +91,16 @@ class Dispatcher:
         """
         loses = getattr(self._consumer.pool, "uses_semaphore", False)
         sent = [one for one in list(self._dispatched) if one.time_start is None] if loses else []
-        return [*list(self._in_buckets), *sent]
+        return [*self.buckets.waiting(), *sent]
 
     def add(self, waiter: WaitingMessage) -> None:
         """Queue a message."""
-        with self.mutex:
+        with self.queues.mutex:
             first = waiter if self.queues.head(waiter.queue) is None else None
             displaced = self.queues.add(waiter)
             if displaced is not None:
                 self._arm(displaced)
-            self._update_prefetch()
+            self.prefetch.update()
             is_head = self.queues.head(waiter.queue) is waiter
         if is_head:
             self._on_head(waiter.queue.name, first)
@@ -132,10 +125,10 @@ class Dispatcher:
         cancelled head is dispatched, for Celery to end it.
         """
         while True:
-            with self.mutex:
+            with self.queues.mutex:
                 heads = self.queues.heads(resource)
             if not self._dispatch_cancelled(heads):
-                return [head for head in heads if not self.awaits_rate(head.queue)]
+                return [head for head in heads if not self.buckets.awaits_rate(head.queue)]
 
     def _dispatch_cancelled(self, waiters: list[WaitingMessage]) -> bool:
         revoked = self._consumer.controller.state.revoked
@@ -174,31 +167,18 @@ class Dispatcher:
             see = anchors.UNEXPECTED
             logger.exception(text, request.name, request.id, see, extra=extra)
 
-    def bucket_of(self, task_name: str) -> Any:
-        """Return Celery's token bucket of a task with a rate limit, None without one."""
-        consumer = self._consumer
-        if consumer.disable_rate_limits or self._enter_bucket is None:
-            return None
-        return consumer.task_buckets[task_name]
-
     def note_leaving(self, request: Any, queues: list[QueueKey]) -> None:
         """Note which locks a message is to ask for, at once or as soon as its rate allows.
 
         Of a lock with more permits than one the next message may run as well.
         """
         alone = [queue for queue in queues if queue.limit == 1]
-        if self.bucket_of(request.task.name) is not None:
-            self._in_buckets[request] = alone
-            for queue in alone:
-                self._awaiting_rate.setdefault(queue, request)
+        if self.buckets.bucket_of(request.task.name) is not None:
+            self.buckets.note_waiting(request, alone)
         elif self.has_slots:
             for queue in alone:
                 if queue.name and self.run_of(queue.name) is None:
                     self._runs[queue.name] = request
-
-    def awaits_rate(self, queue: QueueKey) -> bool:
-        """Return whether a message of a queue waits for its rate: the next one would be refused."""
-        return queue in self._awaiting_rate
 
     @property
     def has_slots(self) -> bool:
@@ -224,23 +204,13 @@ class Dispatcher:
 
     def sweep(self) -> None:
         """Dispatch cancelled messages; forget ended runs, and resources without messages."""
-        with self.mutex:
+        with self.queues.mutex:
             self.queues.forget_empty(self._clock.now() - self._times.unsubscribe_after)
             waiters = self.queues.all()
         self._dispatch_cancelled(waiters)
         for resource, run in list(self._runs.items()):  # another thread may note one
             if run not in state.reserved_requests:
                 self._runs.pop(resource, None)
-
-    def on_token(self, request: Any) -> None:
-        """Let a message run as its rate allows it."""
-        self._note_left_bucket(request)
-        self._leave_bucket(request)
-
-    def _note_left_bucket(self, request: Any) -> None:
-        for queue in self._in_buckets.pop(request, ()):
-            if self._awaiting_rate.get(queue) is request:  # a cancelled one may leave before it
-                self._awaiting_rate.pop(queue, None)
 
     def has_succeeded(self, id_: str) -> bool:
         """Return whether the run of a message has just ended with success in this worker."""
@@ -251,7 +221,7 @@ class Dispatcher:
 
         _limit: the bucket and the tokens, of a message whose task had a rate limit as it came.
         """
-        with self.mutex:
+        with self.queues.mutex:
             waiter = self.queues.of(request)
             if waiter is not None:
                 if waiter.is_postponed:
@@ -264,7 +234,7 @@ class Dispatcher:
 
     def _on_retry(self, request: Any) -> None:
         """Let a head look whether its lock is free; try if a message waits until its deadline."""
-        with self.mutex:
+        with self.queues.mutex:
             waiter = self.queues.of(request)
         if waiter is not None and self._clock.now() < waiter.deadline:
             self._on_due(waiter)
@@ -276,7 +246,7 @@ class Dispatcher:
 
         For waiters that wait for a release: nothing but Celery's timer ends the wait of others.
         """
-        with self.mutex:
+        with self.queues.mutex:
             if self.queues.of(waiter.request) is waiter:
                 waiter.eta = self._clock.now() + seconds
                 waiter.is_postponed = True
@@ -290,7 +260,7 @@ class Dispatcher:
         waiter: None for a message that does not wait here.
         """
         was_head = False
-        with self.mutex:
+        with self.queues.mutex:
             if request in self._dispatched or waiter is not self.queues.of(request):
                 return  # another thread was first, or the room was closed: the message comes again
             self._dispatched.add(request)
@@ -316,15 +286,16 @@ class Dispatcher:
         )
         if request not in self._dispatched or not self.states.withdraw(str(request.id), again):
             return  # the room was closed, or a result backend is slow
-        bucket = self.bucket_of(request.task.name)
+        bucket = self.buckets.bucket_of(request.task.name)
         if bucket is None:
-            self._note_left_bucket(request)
+            self.buckets.note_left(request)
             self._apply_eta_task(request)
         else:
             self._consumer.qos.decrement_eventually()
-            self._enter_bucket(request, bucket, 1)
-        with self.mutex:  # after: Celery lowers its prefetch there, and never adds at its limit
-            self._update_prefetch()
+            self.buckets.enter(request, bucket)
+        with self.queues.mutex:
+            # after: Celery lowers its prefetch there, and never adds at its limit
+            self.prefetch.update()
 
     def _arm(self, waiter: WaitingMessage) -> None:
         """Set the timer for a waiter's own try, if its ETA has passed; before, Celery's is set."""
@@ -341,34 +312,6 @@ class Dispatcher:
     def _cancel_timer(self, waiter: WaitingMessage) -> None:
         self._loop.cancel(waiter.timer_entry)
         self._loop.cancel(getattr(waiter.request, "_eta_timer_entry", None))  # before 5.7 it stays
-
-    def _update_prefetch(self) -> None:
-        """Take back what Celery adds to its prefetch, without a bound, for each message that waits.
-
-        Above the capacity, for Celery would take further ones.
-        """
-        before = self._above
-        qos = self._consumer.qos
-        self._above = max(0, self.queues.waiting_for_release - self.capacity)
-        for _ in range(self._above - before):
-            qos.decrement_eventually()
-        for _ in range(before - self._above):
-            qos.increment_eventually()
-        if self._above and self._eviction is None:
-            seconds = self._times.eviction_interval
-            self._eviction = self._loop.call_after(seconds, self._evict)
-
-    def _evict(self) -> None:
-        """Dispatch the message that is needed last: if refused, it goes to its queue's end.
-
-        So messages that have nothing to do with a crowd get past it.
-        """
-        with self.mutex:
-            self._eviction = None
-            last = self.queues.last_of_longest() if self._above else None
-        if last is not None:  # outside: a solo pool runs its body here
-            last.request.request_dict["properties"][HAS_ROOM] = False
-            self.dispatch(last)
 
 
 def is_cancelled(request: Any, revoked: Container[str]) -> bool:
@@ -387,20 +330,3 @@ def is_cancelled(request: Any, revoked: Container[str]) -> bool:
     except Exception:  # it is revoked, and the result backend that is to store that is away
         return True
     return is_revoked or getattr(request, "is_revoked", False)
-
-
-CAPACITY = 1000  # messages that wait in one worker's memory, some 10 KB each; the rest in its queue
-
-
-def capacity(conf: Mapping[str, Any], prefetch: int) -> int:
-    """Return how many messages may wait in a worker at once.
-
-    prefetch: how many messages the worker takes otherwise. 0: all that come; a message that left
-    would come straight back. Else the capacity stays below `worker_eta_task_limit`: at that limit
-    Celery takes no message, and past it Celery loses count of its prefetch.
-    Source: kombu.common.QoS, which adds up to a limit and takes away without one.
-    """
-    if prefetch == 0:
-        return sys.maxsize
-    limit = conf.get("worker_eta_task_limit")
-    return CAPACITY if limit is None else max(1, min(CAPACITY, limit - prefetch))

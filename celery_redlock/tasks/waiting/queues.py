@@ -13,6 +13,7 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Hashable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -104,11 +105,19 @@ class MessageQueues:
     """All messages that wait in one worker.
 
     A resource is remembered for a while without waiters: how often its releases name this worker,
-    and that the worker listens.
+    and that the worker listens. mutex: held by a thread that changes the queues, or that is to see
+    several things as they are at one moment; a greenlet that has it may give way to others.
     """
 
-    def __init__(self, times: WaitingTimes) -> None:
+    def __init__(
+        self, times: WaitingTimes, mutex: AbstractContextManager[Any] | None = None
+    ) -> None:
         self._times = times
+        self.mutex = nullcontext() if mutex is None else mutex
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget all waiters and resources."""
         self._queues: dict[str, dict[QueueKey, MessageQueue]] = {}  # by resource
         self._emptied_at: dict[str, float] = {}  # monotonic seconds, of resources without waiters
         self._by_request: dict[Any, WaitingMessage] = {}

@@ -39,8 +39,8 @@ from celery_redlock.tasks.delivery.delivery import RECEIVED, utc_now
 from celery_redlock.tasks.delivery.header import CLOCKS_DIFFER, NEVER_DEFERRED, Deferral, LockHeader
 from celery_redlock.tasks.delivery.route import CAME_BACK, driver_of
 from celery_redlock.tasks.per_app import leave_redlock, redlock_of, settings_of, time_of_nodes
-from celery_redlock.tasks.waiting.dispatch import capacity
 from celery_redlock.tasks.waiting.loop import EventLoop
+from celery_redlock.tasks.waiting.prefetch import capacity
 from celery_redlock.tasks.waiting.queues import (
     WITHOUT_QUORUM,
     QueueKey,
@@ -88,7 +88,7 @@ class WaitingRoom(bootsteps.StartStopStep):
         parent.apply_eta_task = self._dispatcher.on_eta
         parent._limit_post_eta = self._dispatcher.on_eta
         if hasattr(parent, "_limit_move_to_pool"):
-            parent._limit_move_to_pool = self._dispatcher.on_token
+            parent._limit_move_to_pool = self._dispatcher.buckets.on_token
         connect = getattr(parent, "connection_for_read", None)
         if connect is not None:  # else a broker's restart may end the worker, as without a room
             parent.connection_for_read = functools.partial(_closing_twice, connect)
@@ -113,7 +113,9 @@ class WaitingRoom(bootsteps.StartStopStep):
 
     def start(self, parent: Any) -> None:
         """Open the room; again after the connection to the broker was lost."""
-        self._dispatcher.capacity = capacity(parent.app.conf, parent.initial_prefetch_count)
+        self._dispatcher.prefetch.capacity = capacity(
+            parent.app.conf, parent.initial_prefetch_count
+        )
         self._forget()
         self._loop.start()
         self._end_sweeps = self._loop.call_repeatedly(self._times.sweep_interval, self._sweep)
@@ -169,7 +171,7 @@ class WaitingRoom(bootsteps.StartStopStep):
         now = self._clock.now()
         waiter = self._waiter_of(request, deferral)
         since_refusal = max(0.0, time_of_nodes(self._consumer.app) - deferral.at)
-        with self._dispatcher.mutex:
+        with self._dispatcher.queues.mutex:
             has_missed = not deferral.is_taken and self._quorum_history.claim(
                 request.id, now - since_refusal - CLOCKS_DIFFER
             )
@@ -225,7 +227,9 @@ class WaitingRoom(bootsteps.StartStopStep):
         """Return whether `refusal_of` may know of any refusal, or is to note a message."""
         dispatcher = self._dispatcher
         is_known = self._refusals or dispatcher.queues.waiting_for_release > 0
-        return bool(is_known or dispatcher.has_slots or dispatcher.bucket_of(task_name) is not None)
+        return bool(
+            is_known or dispatcher.has_slots or dispatcher.buckets.bucket_of(task_name) is not None
+        )
 
     def refusal_of(self, request: Any, asked: Sequence[QueueKey]) -> LockTaken | None:
         """Return the refusal that a new message may take for its own; None: it tries.
@@ -239,8 +243,10 @@ class WaitingRoom(bootsteps.StartStopStep):
         for queue in queues:
             name, limit, _ = queue
             resource, _ = waiting_for(name)
-            with dispatcher.mutex:
-                waits = dispatcher.queues.head(queue) is not None or dispatcher.awaits_rate(queue)
+            with dispatcher.queues.mutex:
+                waits = dispatcher.queues.head(queue) is not None or dispatcher.buckets.awaits_rate(
+                    queue
+                )
             run = dispatcher.run_of(name) if limit == 1 else None
             if run is not None:
                 if run.id == request.id:
@@ -263,7 +269,7 @@ class WaitingRoom(bootsteps.StartStopStep):
         return None
 
     def _queue_of(self, queue: QueueKey, task_name: str) -> QueueKey:
-        has_rate = self._dispatcher.bucket_of(task_name) is not None
+        has_rate = self._dispatcher.buckets.bucket_of(task_name) is not None
         return queue._replace(task=task_name) if has_rate else queue
 
     def _waiter_of(self, request: Any, deferral: Deferral) -> WaitingMessage:
@@ -325,7 +331,7 @@ class WaitingRoom(bootsteps.StartStopStep):
             self._trusted_at[node] = now
         elif self.inbox is None or self.inbox.subscriptions(self._votes) < self._quorum:
             return
-        with self._dispatcher.mutex:
+        with self._dispatcher.queues.mutex:
             waiters = self._dispatcher.queues.on(WITHOUT_QUORUM)
             self._quorum_history.record(now, {w.request.id for w in waiters})
         for waiter in waiters:  # if nothing was announced, not those that try soon anyway

@@ -91,7 +91,7 @@ class Successor:
     def since(self, resource: str) -> float | None:
         """Return since when the first waiter of a resource waits; None if none waits."""
         # not since when a head does: an urgent one would put its worker behind all others
-        with self.dispatcher.mutex:
+        with self.dispatcher.queues.mutex:
             waiters = self.dispatcher.queues.on(resource)
         return min((waiter.since for waiter in waiters), default=None)
 
@@ -163,7 +163,7 @@ class Successor:
 
     def ask(self, head: WaitingMessage, step: Step) -> None:
         """Register a head, and ask the nodes how it stands."""
-        if self.dispatcher.awaits_rate(head.queue):
+        if self.dispatcher.buckets.awaits_rate(head.queue):
             return
         if self.inbox is None:
             self._dispatch(head, step)
@@ -173,7 +173,7 @@ class Successor:
 
     def _on_place(self, asker: WaitingMessage, step: Step, place: Place | None) -> None:
         """Dispatch a head if its lock is free and it is its turn, else let it wait on."""
-        with self.dispatcher.mutex:  # an earlier message may have come since the question
+        with self.dispatcher.queues.mutex:  # an earlier message may have come since the question
             queues = self.dispatcher.queues
             head = queues.head(asker.queue) if queues.of(asker.request) is asker else None
         if head is None:
