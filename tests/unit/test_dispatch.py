@@ -20,9 +20,17 @@ from hypothesis import strategies as st
 from celery_redlock.lock.model.handoff import LADDER, TURN, Step
 from celery_redlock.lock.platform.clock import Platform
 from celery_redlock.tasks.delivery.delivery import utc_now
+from celery_redlock.tasks.reporting import StoringThread
+from celery_redlock.tasks.waiting.buckets import Buckets
 from celery_redlock.tasks.waiting.dispatch import Dispatcher
 from celery_redlock.tasks.waiting.loop import EventLoop
-from celery_redlock.tasks.waiting.queues import QueueKey, WaitingMessage, WaitingTimes
+from celery_redlock.tasks.waiting.prefetch import Prefetch
+from celery_redlock.tasks.waiting.queues import (
+    MessageQueues,
+    QueueKey,
+    WaitingMessage,
+    WaitingTimes,
+)
 from celery_redlock.tasks.waiting.successor import Successor
 from tests.clocks import StoppedClock
 from tests.unit.test_delivery import request_of
@@ -64,7 +72,7 @@ class Message(SimpleNamespace):
     __hash__ = object.__hash__
 
 
-class Prefetch:
+class Qos:
     """What stands for a consumer's QoS."""
 
     value = PREFETCH
@@ -103,7 +111,7 @@ class Worker:
 
     def __init__(self, *, names_timer: bool = True, capacity: int = 1000) -> None:
         self.clock, self.revoked = StoppedClock(), set[str]()
-        self.timer, self.qos, self.names_timer = Timer(self.clock), Prefetch(), names_timer
+        self.timer, self.qos, self.names_timer = Timer(self.clock), Qos(), names_timer
         self.applied: list[tuple[str, float]] = []
         self.in_bucket: list[Message] = []
         self.apply: Callable[[Message], object] = lambda message: None
@@ -121,14 +129,18 @@ class Worker:
             _limit_task=lambda message, bucket, tokens: self.in_bucket.append(message),
             _limit_move_to_pool=self._apply,
         )
-        loop = EventLoop(self.consumer, Platform(self.clock))
-        self.heads = Heads()
+        self.loop = EventLoop(self.consumer, Platform(self.clock))
+        self.heads, self.queues = Heads(), MessageQueues(TIMES)
+        self.buckets = Buckets(self.consumer)
+        prefetch = Prefetch(self.consumer, self.loop, self.queues, TIMES.eviction_interval)
+        states = StoringThread(None, self.loop.call_soon)
         self.dispatcher = Dispatcher(
-            self.consumer, loop, self.clock, TIMES, self.heads.on_head, self.heads.on_due
+            self.consumer, self.loop, self.clock, self.queues, self.buckets, prefetch, states
         )
+        prefetch.capacity, prefetch.on_evict = capacity, self.dispatcher.dispatch
         self.heads.due = self.dispatcher.dispatch
-        self.dispatcher.prefetch.capacity = capacity
-        self.dispatcher.forget()
+        self.dispatcher.on_head = self.heads.on_head
+        self.dispatcher.on_due = self.heads.on_due
 
     def _apply(self, message: Message) -> None:
         self.applied.append((message.id, self.clock.time))
@@ -150,6 +162,9 @@ class Worker:
         if self.names_timer:
             message._eta_timer_entry = entry
         return waiter
+
+    def waiting(self) -> list[WaitingMessage]:
+        return sorted(self.queues.all())
 
     def release(self, resource: str = "a") -> None:
         for head in self.dispatcher.heads_to_run(resource):
@@ -183,7 +198,7 @@ def test_a_head_goes_on_though_the_news_of_it_fails() -> None:
 
     worker = Worker()
     head = worker.admit("1", 1)
-    worker.heads.on_head = fail  # type: ignore[method-assign]
+    worker.dispatcher.on_head = fail
     worker.dispatcher.dispatch(head)
     assert worker.ids == ["1"]
 
@@ -267,18 +282,20 @@ def test_the_heads_that_change_are_told() -> None:
     worker.admit("first", 1)
     worker.admit("of permits", 4, limit=2)
     assert worker.heads.changed == ["second is first on a", "a", "of permits is first on a"]
-    worker.dispatcher.dispatch(worker.dispatcher.waiting()[0])
+    worker.dispatcher.dispatch(worker.waiting()[0])
     assert worker.heads.changed[3:] == ["a"]
-    worker.dispatcher.dispatch(worker.dispatcher.waiting()[1])
+    worker.dispatcher.dispatch(worker.waiting()[1])
     assert worker.heads.changed[4:] == []
 
 
 def worker_with_a_successor() -> tuple[Worker, Successor]:
     """Return a worker whose successor acts unasked, as it has no nodes."""
     worker = Worker()
-    loop = EventLoop(worker.consumer, Platform(worker.clock))
-    successor = Successor(worker.consumer, loop, worker.clock, TIMES)
-    worker.dispatcher = successor.dispatcher
+    successor = Successor(
+        worker.loop, worker.clock, TIMES, worker.queues, worker.buckets, worker.dispatcher
+    )
+    worker.dispatcher.on_head = successor.on_head
+    worker.dispatcher.on_due = successor.on_due
     return worker, successor
 
 
@@ -388,10 +405,11 @@ def test_what_a_closed_room_held_is_not_dispatched_any_more(
 ) -> None:
     worker = Worker()
     waiter = worker.admit("of the old connection", 1)
+    worker.queues.forget()
     worker.dispatcher.forget()
     worker.dispatcher.dispatch(waiter)
     assert worker.applied == []
-    assert worker.dispatcher.waiting() == []
+    assert worker.waiting() == []
     assert not caplog.records
 
 
@@ -402,7 +420,7 @@ def test_cancelled_messages_are_dispatched_and_leave_the_others_where_they_are()
     worker.revoked |= {"0", "2"}
     worker.dispatcher.sweep()
     assert worker.ids == ["0", "2"]
-    assert [waiter.request.id for waiter in worker.dispatcher.waiting()] == ["1", "3"]
+    assert [waiter.request.id for waiter in worker.waiting()] == ["1", "3"]
 
 
 def test_above_the_capacity_the_last_ones_are_dispatched_one_by_one() -> None:
@@ -469,14 +487,14 @@ def test_every_message_goes_on_exactly_once_and_in_time_with_or_without_a_releas
             worker.revoked.add(id_)
             worker.dispatcher.sweep()
         elif then:
-            before = [w.request.id for w in worker.dispatcher.queues.heads(then[-1])]
+            before = [w.request.id for w in worker.queues.heads(then[-1])]
             count = len(worker.applied)
             worker.release(then[-1])
             assert worker.ids[count:] == before
     worker.timer.turn(until=worker.clock.time + DEADLINE + 50.0)
     assert sorted(worker.ids) == sorted(latest)
     assert all(at <= latest[id_] + 1e-6 for id_, at in worker.applied)
-    assert worker.dispatcher.waiting() == []
+    assert worker.waiting() == []
     assert worker.qos.value == PREFETCH + len(broken)  # Celery had not lowered it for those
 
 
@@ -499,7 +517,7 @@ def test_a_message_of_a_task_with_a_rate_limit_waits_for_its_rate_and_the_next_o
     assert worker.in_bucket == [first.request]
     assert worker.dispatcher.heads_to_run("a") == []
     assert worker.dispatcher.unaccepted() == [first.request]
-    worker.dispatcher.buckets.on_token(first.request)
+    worker.buckets.on_token(first.request)
     assert worker.applied == [("first", 0.0)]
     assert worker.dispatcher.unaccepted() == []
     assert worker.dispatcher.heads_to_run("a") == [second]
@@ -519,6 +537,6 @@ def test_a_cancelled_message_that_leaves_lets_the_others_wait_on_for_the_rate(
     worker.dispatcher.sweep()
     assert worker.in_bucket == [first.request, cancelled.request]
     leaves = first if leaves_first == "first" else cancelled
-    worker.dispatcher.buckets.on_token(leaves.request)
+    worker.buckets.on_token(leaves.request)
     # the cancelled one neither takes the place of the one before it, nor makes it free
     assert worker.dispatcher.heads_to_run("a") == ([third] if leaves is first else [])

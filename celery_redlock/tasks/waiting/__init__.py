@@ -4,7 +4,7 @@
 threads and no I/O. `successor.py` says when the head of a queue is next, as the nodes name this
 worker. `dispatch.py` gives a message to Celery once. `prefetch.py` says how many may wait, and
 `buckets.py` which of them wait for a rate limit of Celery. `loop.py` alone knows how the pools of
-Celery differ. `room.py` is the consumer's step that ties them together, and a lost connection to
+Celery differ. `room.py` is the consumer's step that makes and joins them, and a lost connection to
 the broker does not end its worker.
 
 Not here: how a refused message returns to its queue (`tasks/execution`), which message waits

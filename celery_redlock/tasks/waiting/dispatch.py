@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import threading
 import weakref
 from collections.abc import Callable, Container
 from datetime import datetime
@@ -13,19 +12,12 @@ from typing import Any
 from celery.worker import state
 
 from celery_redlock import anchors
-from celery_redlock.lock.model.handoff import TURN
 from celery_redlock.lock.platform.clock import Clock
-from celery_redlock.tasks.delivery.delivery import utc_now
 from celery_redlock.tasks.reporting import StoringThread
 from celery_redlock.tasks.waiting.buckets import Buckets
 from celery_redlock.tasks.waiting.loop import EventLoop
 from celery_redlock.tasks.waiting.prefetch import Prefetch
-from celery_redlock.tasks.waiting.queues import (
-    MessageQueues,
-    QueueKey,
-    WaitingMessage,
-    WaitingTimes,
-)
+from celery_redlock.tasks.waiting.queues import MessageQueues, QueueKey, WaitingMessage
 
 logger = logging.getLogger(__name__)
 
@@ -33,12 +25,15 @@ ETA_PRIORITY = 6  # of an entry in the timer. Source: celery.worker.strategy, fo
 
 
 class Dispatcher:
-    """The queues of one worker, the timers of their waiters, and the way to Celery.
+    """The timers of waiting messages, and their way to Celery.
 
     `dispatch` gives a message to Celery before its time, `on_eta` at the end of its countdown; both
-    once. on_head: called with a resource that has another head, or none, and with the first of a
-    queue that was empty. on_due: called with a head that is to try by itself. states: stores those
-    of the messages. All methods but `waiting` run in the event loop.
+    once. states: stores those of the messages. All methods run in the event loop.
+
+    The owner sets these before the first message comes:
+    - on_head: called with a resource that has another head, or none, and with the first message of
+      a queue that was empty.
+    - on_due: called with a head that is to try by itself.
     """
 
     def __init__(
@@ -46,41 +41,29 @@ class Dispatcher:
         consumer: Any,
         loop: EventLoop,
         clock: Clock,
-        times: WaitingTimes,
-        on_head: Callable[[str, WaitingMessage | None], object],
-        on_due: Callable[[WaitingMessage], object],
+        queues: MessageQueues,
+        buckets: Buckets,
+        prefetch: Prefetch,
+        states: StoringThread,
     ) -> None:
         self._consumer = consumer
         self._loop = loop
         self._clock = clock
-        self._times = times
-        self._on_head = on_head
-        self._on_due = on_due
+        self._queues = queues
+        self._buckets = buckets
+        self._prefetch = prefetch
+        self._states = states
+        self.on_head: Callable[[str, WaitingMessage | None], object] = lambda resource, first: None
+        self.on_due: Callable[[WaitingMessage], object] = lambda waiter: None
         self._apply_eta_task: Callable[[Any], object] = consumer.apply_eta_task
-        self.queues = MessageQueues(times, threading.RLock())
-        self.buckets = Buckets(consumer)
-        self.prefetch = Prefetch(
-            consumer, loop, self.queues, times.eviction_interval, self.dispatch
-        )
-        self.states = StoringThread(consumer.app, loop.call_soon)
         self.forget()
 
     def forget(self) -> None:
-        """Forget all waiters, and the states of theirs that are not stored yet."""
-        self.states.forget()
-        with self.queues.mutex:
-            self.queues.forget()
-            self.prefetch.forget()
-        self.buckets.forget()
+        """Forget all messages: what was on its way to Celery does not arrive there."""
         self._dispatched: weakref.WeakSet[Any] = weakref.WeakSet()  # requests
         self._runs: dict[str, Any] = {}  # by resource: its last request that went to the pool
         # by name of what has several permits: the requests that waited for one and went to the pool
         self._sent: dict[str, list[Any]] = {}
-
-    def waiting(self) -> list[WaitingMessage]:
-        """Return the waiters by priority, then by first deferral; called by any thread."""
-        with self.queues.mutex:
-            return sorted(self.queues.all())
 
     def unaccepted(self) -> list[Any]:
         """Return the requests that went on to Celery, and that it has forgotten if it stops.
@@ -91,19 +74,19 @@ class Dispatcher:
         """
         loses = getattr(self._consumer.pool, "uses_semaphore", False)
         sent = [one for one in list(self._dispatched) if one.time_start is None] if loses else []
-        return [*self.buckets.waiting(), *sent]
+        return [*self._buckets.waiting(), *sent]
 
     def add(self, waiter: WaitingMessage) -> None:
         """Queue a message."""
-        with self.queues.mutex:
-            first = waiter if self.queues.head(waiter.queue) is None else None
-            displaced = self.queues.add(waiter)
+        with self._queues.mutex:
+            first = waiter if self._queues.head(waiter.queue) is None else None
+            displaced = self._queues.add(waiter)
             if displaced is not None:
                 self._arm(displaced)
-            self.prefetch.update()
-            is_head = self.queues.head(waiter.queue) is waiter
+            self._prefetch.update()
+            is_head = self._queues.head(waiter.queue) is waiter
         if is_head:
-            self._on_head(waiter.queue.name, first)
+            self.on_head(waiter.queue.name, first)
 
     def schedule(self, request: Any, countdown: float) -> None:
         """Do what Celery does for a message with a countdown, for one that was in the pool.
@@ -125,10 +108,10 @@ class Dispatcher:
         cancelled head is dispatched, for Celery to end it.
         """
         while True:
-            with self.queues.mutex:
-                heads = self.queues.heads(resource)
+            with self._queues.mutex:
+                heads = self._queues.heads(resource)
             if not self._dispatch_cancelled(heads):
-                return [head for head in heads if not self.buckets.awaits_rate(head.queue)]
+                return [head for head in heads if not self._buckets.awaits_rate(head.queue)]
 
     def _dispatch_cancelled(self, waiters: list[WaitingMessage]) -> bool:
         revoked = self._consumer.controller.state.revoked
@@ -136,20 +119,6 @@ class Dispatcher:
         for waiter in cancelled:
             self.dispatch(waiter)
         return bool(cancelled)
-
-    def holds_back(self, waiter: WaitingMessage, *, is_named: bool) -> bool:
-        """Let a message wait on that a run of this worker is before; return whether it does."""
-        waits = waiter.waits_for_release and waiter.queue.limit == 1 and not is_named
-        run = self.run_of(waiter.queue.name) if waits else None
-        if run is None:
-            return False
-        began = run.time_start
-        # a run that began a while ago has asked since: if the lock is free, it has none any more
-        if began is not None and utc_now().timestamp() - began >= self._times.asks_within:
-            return False
-        # it has not begun; or it has ended, and its result is on its way
-        self.postpone(waiter, waiter.pause if began is None else TURN)
-        return True
 
     def dispatch(self, waiter: WaitingMessage, *, is_named: bool = False) -> None:
         """Give a message to Celery before its time, and survive what Celery raises there.
@@ -173,8 +142,8 @@ class Dispatcher:
         Of a lock with more permits than one the next message may run as well.
         """
         alone = [queue for queue in queues if queue.limit == 1]
-        if self.buckets.bucket_of(request.task.name) is not None:
-            self.buckets.note_waiting(request, alone)
+        if self._buckets.bucket_of(request.task.name) is not None:
+            self._buckets.note_waiting(request, alone)
         elif self.has_slots:
             for queue in alone:
                 if queue.name and self.run_of(queue.name) is None:
@@ -203,10 +172,9 @@ class Dispatcher:
         return len(left)
 
     def sweep(self) -> None:
-        """Dispatch cancelled messages; forget ended runs, and resources without messages."""
-        with self.queues.mutex:
-            self.queues.forget_empty(self._clock.now() - self._times.unsubscribe_after)
-            waiters = self.queues.all()
+        """Dispatch cancelled messages, and forget ended runs."""
+        with self._queues.mutex:
+            waiters = self._queues.all()
         self._dispatch_cancelled(waiters)
         for resource, run in list(self._runs.items()):  # another thread may note one
             if run not in state.reserved_requests:
@@ -221,8 +189,8 @@ class Dispatcher:
 
         _limit: the bucket and the tokens, of a message whose task had a rate limit as it came.
         """
-        with self.queues.mutex:
-            waiter = self.queues.of(request)
+        with self._queues.mutex:
+            waiter = self._queues.of(request)
             if waiter is not None:
                 if waiter.is_postponed:
                     return  # it has a later time of its own; before 5.7 Celery's timer stays
@@ -234,10 +202,10 @@ class Dispatcher:
 
     def _on_retry(self, request: Any) -> None:
         """Let a head look whether its lock is free; try if a message waits until its deadline."""
-        with self.queues.mutex:
-            waiter = self.queues.of(request)
+        with self._queues.mutex:
+            waiter = self._queues.of(request)
         if waiter is not None and self._clock.now() < waiter.deadline:
-            self._on_due(waiter)
+            self.on_due(waiter)
         else:
             self._apply(request, waiter)
 
@@ -246,8 +214,8 @@ class Dispatcher:
 
         For waiters that wait for a release: nothing but Celery's timer ends the wait of others.
         """
-        with self.queues.mutex:
-            if self.queues.of(waiter.request) is waiter:
+        with self._queues.mutex:
+            if self._queues.of(waiter.request) is waiter:
                 waiter.eta = self._clock.now() + seconds
                 waiter.is_postponed = True
                 self._arm(waiter)
@@ -260,21 +228,21 @@ class Dispatcher:
         waiter: None for a message that does not wait here.
         """
         was_head = False
-        with self.queues.mutex:
-            if request in self._dispatched or waiter is not self.queues.of(request):
+        with self._queues.mutex:
+            if request in self._dispatched or waiter is not self._queues.of(request):
                 return  # another thread was first, or the room was closed: the message comes again
             self._dispatched.add(request)
             if waiter is not None:
                 self.note_leaving(request, [waiter.queue])
                 if waiter.queue.limit != 1:
                     self._sent.setdefault(waiter.queue.name, []).append(request)
-                was_head = self.queues.head(waiter.queue) is waiter
-                following = self.queues.remove(waiter, self._clock.now(), is_named=is_named)
+                was_head = self._queues.head(waiter.queue) is waiter
+                following = self._queues.remove(waiter, self._clock.now(), is_named=is_named)
                 if following is not None:
                     self._arm(following)
         try:
             if waiter is not None and was_head:
-                self._on_head(waiter.queue.name, None)
+                self.on_head(waiter.queue.name, None)
         finally:  # it is in no queue any more
             self._pass_on(request)
 
@@ -284,22 +252,22 @@ class Dispatcher:
         again = functools.partial(
             self._loop.call_soon, self._loop.call_after, 0.0, self._pass_on, request
         )
-        if request not in self._dispatched or not self.states.withdraw(str(request.id), again):
+        if request not in self._dispatched or not self._states.withdraw(str(request.id), again):
             return  # the room was closed, or a result backend is slow
-        bucket = self.buckets.bucket_of(request.task.name)
+        bucket = self._buckets.bucket_of(request.task.name)
         if bucket is None:
-            self.buckets.note_left(request)
+            self._buckets.note_left(request)
             self._apply_eta_task(request)
         else:
             self._consumer.qos.decrement_eventually()
-            self.buckets.enter(request, bucket)
-        with self.queues.mutex:
+            self._buckets.enter(request, bucket)
+        with self._queues.mutex:
             # after: Celery lowers its prefetch there, and never adds at its limit
-            self.prefetch.update()
+            self._prefetch.update()
 
     def _arm(self, waiter: WaitingMessage) -> None:
         """Set the timer for a waiter's own try, if its ETA has passed; before, Celery's is set."""
-        seconds = self.queues.retry_in(waiter, self._clock.now())
+        seconds = self._queues.retry_in(waiter, self._clock.now())
         if seconds is None:
             return
         request = waiter.request

@@ -17,8 +17,8 @@ class Prefetch:
     """The prefetch count of one consumer, which follows how many messages wait here.
 
     Celery adds to it for each message that waits, without a bound. Above the capacity that is taken
-    back, and messages leave one by one. evict: gives such a message to Celery. capacity: how many
-    may wait.
+    back, and messages leave one by one. capacity: how many may wait. on_evict: gives such a message
+    to Celery; the owner sets it before the first message comes.
     """
 
     def __init__(
@@ -27,13 +27,12 @@ class Prefetch:
         loop: EventLoop,
         queues: MessageQueues,
         eviction_interval: float,
-        evict: Callable[[WaitingMessage], object],
     ) -> None:
         self._consumer = consumer
         self._loop = loop
         self._queues = queues
         self._eviction_interval = eviction_interval
-        self._dispatch = evict
+        self.on_evict: Callable[[WaitingMessage], object] = lambda waiter: None
         self._eviction: Any = None  # the timer's entry, while one is due
         self.capacity = CAPACITY
         self.forget()
@@ -57,9 +56,9 @@ class Prefetch:
         for _ in range(before - self._above):
             qos.increment_eventually()
         if self._above and self._eviction is None:
-            self._eviction = self._loop.call_after(self._eviction_interval, self._evict)
+            self._eviction = self._loop.call_after(self._eviction_interval, self._evict_last)
 
-    def _evict(self) -> None:
+    def _evict_last(self) -> None:
         """Dispatch the message that is needed last: if refused, it goes to its queue's end.
 
         So messages that have nothing to do with a crowd get past it.
@@ -69,7 +68,7 @@ class Prefetch:
             last = self._queues.last_of_longest() if self._above else None
         if last is not None:  # outside: a solo pool runs its body here
             last.request.request_dict["properties"][HAS_ROOM] = False
-            self._dispatch(last)
+            self.on_evict(last)
 
 
 def capacity(conf: Mapping[str, Any], prefetch: int) -> int:

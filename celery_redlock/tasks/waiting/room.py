@@ -20,6 +20,7 @@ import functools
 import logging
 import math
 import random
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -39,10 +40,14 @@ from celery_redlock.tasks.delivery.delivery import RECEIVED, utc_now
 from celery_redlock.tasks.delivery.header import CLOCKS_DIFFER, NEVER_DEFERRED, Deferral, LockHeader
 from celery_redlock.tasks.delivery.route import CAME_BACK, driver_of
 from celery_redlock.tasks.per_app import leave_redlock, redlock_of, settings_of, time_of_nodes
+from celery_redlock.tasks.reporting import StoringThread
+from celery_redlock.tasks.waiting.buckets import Buckets
+from celery_redlock.tasks.waiting.dispatch import Dispatcher
 from celery_redlock.tasks.waiting.loop import EventLoop
-from celery_redlock.tasks.waiting.prefetch import capacity
+from celery_redlock.tasks.waiting.prefetch import Prefetch, capacity
 from celery_redlock.tasks.waiting.queues import (
     WITHOUT_QUORUM,
+    MessageQueues,
     QueueKey,
     QuorumHistory,
     WaitingMessage,
@@ -60,7 +65,8 @@ NEVER_REFUSED = -math.inf, -math.inf, NEVER_DEFERRED
 class WaitingRoom(bootsteps.StartStopStep):
     """The consumer's step that keeps the messages that have come back to this worker.
 
-    All but `states`, `take_back`, `waiting` and `note_refusal` runs in the worker's event loop.
+    It makes the queues and all parts that work on them, and forgets what they know together. All
+    but `states`, `take_back`, `waiting` and `note_refusal` runs in the worker's event loop.
     Source: celery.worker.strategy binds `consumer.apply_eta_task` when the consumer starts, which
     is after its steps are made; the timer calls that at the end of a message's countdown.
     """
@@ -81,14 +87,30 @@ class WaitingRoom(bootsteps.StartStopStep):
         self._times = times
         self._clock = platform.clock
         self._loop = EventLoop(parent, platform)
-        self._successor = Successor(parent, self._loop, platform.clock, times)
-        self._dispatcher = self._successor.dispatcher
-        self.states = self._dispatcher.states
-        self.waiting = self._dispatcher.waiting
+        self._queues = MessageQueues(times, threading.RLock())
+        self._buckets = Buckets(parent)
+        self._prefetch = Prefetch(parent, self._loop, self._queues, times.eviction_interval)
+        self.states = StoringThread(parent.app, self._loop.call_soon)
+        self._dispatcher = Dispatcher(
+            parent,
+            self._loop,
+            self._clock,
+            self._queues,
+            self._buckets,
+            self._prefetch,
+            self.states,
+        )
+        self._successor = Successor(
+            self._loop, self._clock, times, self._queues, self._buckets, self._dispatcher
+        )
+        # each of these calls a part that is made after it
+        self._prefetch.on_evict = self._dispatcher.dispatch
+        self._dispatcher.on_head = self._successor.on_head
+        self._dispatcher.on_due = self._successor.on_due
         parent.apply_eta_task = self._dispatcher.on_eta
         parent._limit_post_eta = self._dispatcher.on_eta
         if hasattr(parent, "_limit_move_to_pool"):
-            parent._limit_move_to_pool = self._dispatcher.buckets.on_token
+            parent._limit_move_to_pool = self._buckets.on_token
         connect = getattr(parent, "connection_for_read", None)
         if connect is not None:  # else a broker's restart may end the worker, as without a room
             parent.connection_for_read = functools.partial(_closing_twice, connect)
@@ -104,6 +126,12 @@ class WaitingRoom(bootsteps.StartStopStep):
 
     def _forget(self) -> None:
         self._successor.forget()
+        self.states.forget()
+        with self._queues.mutex:
+            self._queues.forget()
+            self._prefetch.forget()
+        self._buckets.forget()
+        self._dispatcher.forget()
         self._quorum_history = QuorumHistory()
         # the last refusal of each lock or rate to a run of this worker: its monotonic second, and
         # until when new messages take it for theirs
@@ -113,9 +141,7 @@ class WaitingRoom(bootsteps.StartStopStep):
 
     def start(self, parent: Any) -> None:
         """Open the room; again after the connection to the broker was lost."""
-        self._dispatcher.prefetch.capacity = capacity(
-            parent.app.conf, parent.initial_prefetch_count
-        )
+        self._prefetch.capacity = capacity(parent.app.conf, parent.initial_prefetch_count)
         self._forget()
         self._loop.start()
         self._end_sweeps = self._loop.call_repeatedly(self._times.sweep_interval, self._sweep)
@@ -171,7 +197,7 @@ class WaitingRoom(bootsteps.StartStopStep):
         now = self._clock.now()
         waiter = self._waiter_of(request, deferral)
         since_refusal = max(0.0, time_of_nodes(self._consumer.app) - deferral.at)
-        with self._dispatcher.queues.mutex:
+        with self._queues.mutex:
             has_missed = not deferral.is_taken and self._quorum_history.claim(
                 request.id, now - since_refusal - CLOCKS_DIFFER
             )
@@ -202,6 +228,11 @@ class WaitingRoom(bootsteps.StartStopStep):
             finally:
                 self._consumer.qos.increment_eventually()
 
+    def waiting(self) -> list[WaitingMessage]:
+        """Return the waiters by priority, then by first deferral; called by any thread."""
+        with self._queues.mutex:
+            return sorted(self._queues.all())
+
     def dispatch_soon(self, chosen: Callable[[Any], bool]) -> None:
         """Give chosen requests to Celery, which ends those that are not to run; in any thread."""
         self._loop.call_soon(self._dispatch, chosen)
@@ -225,11 +256,9 @@ class WaitingRoom(bootsteps.StartStopStep):
 
     def may_refuse(self, task_name: str) -> bool:
         """Return whether `refusal_of` may know of any refusal, or is to note a message."""
-        dispatcher = self._dispatcher
-        is_known = self._refusals or dispatcher.queues.waiting_for_release > 0
-        return bool(
-            is_known or dispatcher.has_slots or dispatcher.buckets.bucket_of(task_name) is not None
-        )
+        if self._refusals or self._queues.waiting_for_release > 0 or self._dispatcher.has_slots:
+            return True
+        return self._buckets.bucket_of(task_name) is not None
 
     def refusal_of(self, request: Any, asked: Sequence[QueueKey]) -> LockTaken | None:
         """Return the refusal that a new message may take for its own; None: it tries.
@@ -243,10 +272,9 @@ class WaitingRoom(bootsteps.StartStopStep):
         for queue in queues:
             name, limit, _ = queue
             resource, _ = waiting_for(name)
-            with dispatcher.queues.mutex:
-                waits = dispatcher.queues.head(queue) is not None or dispatcher.buckets.awaits_rate(
-                    queue
-                )
+            with self._queues.mutex:
+                is_first = self._queues.head(queue) is None
+                waits = not is_first or self._buckets.awaits_rate(queue)
             run = dispatcher.run_of(name) if limit == 1 else None
             if run is not None:
                 if run.id == request.id:
@@ -269,7 +297,7 @@ class WaitingRoom(bootsteps.StartStopStep):
         return None
 
     def _queue_of(self, queue: QueueKey, task_name: str) -> QueueKey:
-        has_rate = self._dispatcher.buckets.bucket_of(task_name) is not None
+        has_rate = self._buckets.bucket_of(task_name) is not None
         return queue._replace(task=task_name) if has_rate else queue
 
     def _waiter_of(self, request: Any, deferral: Deferral) -> WaitingMessage:
@@ -312,7 +340,7 @@ class WaitingRoom(bootsteps.StartStopStep):
 
     def _channels(self) -> set[str]:
         """Return the channels to hear beside the inbox; called by any thread."""
-        return {self._votes} if WITHOUT_QUORUM in self._dispatcher.queues.resources() else set()
+        return {self._votes} if WITHOUT_QUORUM in self._queues.resources() else set()
 
     # in the event loop
 
@@ -331,8 +359,8 @@ class WaitingRoom(bootsteps.StartStopStep):
             self._trusted_at[node] = now
         elif self.inbox is None or self.inbox.subscriptions(self._votes) < self._quorum:
             return
-        with self._dispatcher.queues.mutex:
-            waiters = self._dispatcher.queues.on(WITHOUT_QUORUM)
+        with self._queues.mutex:
+            waiters = self._queues.on(WITHOUT_QUORUM)
             self._quorum_history.record(now, {w.request.id for w in waiters})
         for waiter in waiters:  # if nothing was announced, not those that try soon anyway
             if message or waiter.eta >= now + self._times.imminent:
@@ -342,10 +370,12 @@ class WaitingRoom(bootsteps.StartStopStep):
         """Forget what nobody waits for any more, and dispatch expired and revoked messages."""
         if self.inbox is not None:
             self._connect().listen()  # a subscriber that ended just as its channel was wanted again
+        with self._queues.mutex:
+            self._queues.forget_empty(self._clock.now() - self._times.unsubscribe_after)
         self._dispatcher.sweep()
         now = self._clock.now()
         for queue, (_, until, _) in list(self._refusals.items()):  # another thread may add one
-            if until < now and self._dispatcher.queues.head(queue) is None:
+            if until < now and self._queues.head(queue) is None:
                 self._refusals.pop(queue, None)
         self._successor.look_again_if_due()
 

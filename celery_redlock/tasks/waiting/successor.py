@@ -36,10 +36,12 @@ from celery_redlock.lock.model.rate import Rate
 from celery_redlock.lock.platform.clock import Clock
 from celery_redlock.signals import HANDOFF_STEPS, LockHandedOffEvent, lock_handed_off
 from celery_redlock.tasks.delivery.delivery import NAMED_AT, utc_now
+from celery_redlock.tasks.waiting.buckets import Buckets
 from celery_redlock.tasks.waiting.dispatch import Dispatcher
 from celery_redlock.tasks.waiting.loop import EventLoop
 from celery_redlock.tasks.waiting.queues import (
     WITHOUT_QUORUM,
+    MessageQueues,
     QueueKey,
     WaitingMessage,
     WaitingTimes,
@@ -57,26 +59,35 @@ class Successor:
 
     inbox: Inbox | None = None  # of the room, which makes it for the first message
 
-    def __init__(self, consumer: Any, loop: EventLoop, clock: Clock, times: WaitingTimes) -> None:
+    def __init__(
+        self,
+        loop: EventLoop,
+        clock: Clock,
+        times: WaitingTimes,
+        queues: MessageQueues,
+        buckets: Buckets,
+        dispatcher: Dispatcher,
+    ) -> None:
         self._loop = loop
         self._clock = clock
         self._times = times
+        self._queues = queues
+        self._buckets = buckets
+        self._dispatcher = dispatcher
         # by resource: when its turn comes, in monotonic seconds, the step, and the timer's entry
         self._turns: dict[str, tuple[float, Step, Any]] = {}
         self._refreshed_at = self._looked_at = self._clock.now()
         # by rate: until when, in monotonic seconds, its heads do not try, and for how long that is
         self._unclear: dict[QueueKey, tuple[float, float]] = {}
         self._opened_at = -math.inf  # when the inbox opened on a node, and all heads asked
-        self.dispatcher = Dispatcher(consumer, loop, self._clock, times, self.on_head, self.on_due)
 
     def forget(self) -> None:
-        """Forget all waiters, and let the nodes forget them."""
+        """Forget whose turn it is, and let the nodes forget this worker's waiters."""
         if self.inbox is not None:
             self.inbox.leave()
         for resource in list(self._turns):
             self._cancel_turn(resource)
         self._unclear.clear()
-        self.dispatcher.forget()
 
     def note_unclear(self, queue: QueueKey) -> None:
         """Let the heads of a rate wait a while, in any thread: no quorum shares a free permit."""
@@ -91,13 +102,13 @@ class Successor:
     def since(self, resource: str) -> float | None:
         """Return since when the first waiter of a resource waits; None if none waits."""
         # not since when a head does: an urgent one would put its worker behind all others
-        with self.dispatcher.queues.mutex:
-            waiters = self.dispatcher.queues.on(resource)
+        with self._queues.mutex:
+            waiters = self._queues.on(resource)
         return min((waiter.since for waiter in waiters), default=None)
 
     def resources(self) -> Collection[str]:
         """Return the resources that messages wait for."""
-        return self.dispatcher.queues.resources() - {WITHOUT_QUORUM}
+        return self._queues.resources() - {WITHOUT_QUORUM}
 
     def on_step(self, resource: str, step: Step, due: float) -> None:
         """Let the heads of a resource act: a release names this worker."""
@@ -117,7 +128,7 @@ class Successor:
             self.look_again()
 
     def _on_step(self, resource: str, step: Step, due: float) -> None:
-        heads = self.dispatcher.heads_to_run(resource)
+        heads = self._dispatcher.heads_to_run(resource)
         if not heads:
             return
         if step.why != FALLBACK:
@@ -151,19 +162,19 @@ class Successor:
 
     def _ask_all(self, resource: str, step: Step) -> None:
         self._turns.pop(resource, None)
-        if self.dispatcher.has_succeeded(step.unless):
+        if self._dispatcher.has_succeeded(step.unless):
             return
-        for head in self.dispatcher.heads_to_run(resource):
+        for head in self._dispatcher.heads_to_run(resource):
             self.ask(head, step)
 
     def on_due(self, waiter: WaitingMessage) -> None:
         """Ask for a head whose countdown is over; also a dead holder announces nothing."""
-        self.dispatcher.postpone(waiter, waiter.pause)  # in case that no reply comes
+        self._dispatcher.postpone(waiter, waiter.pause)  # in case that no reply comes
         self.ask(waiter, Step(FALLBACK))
 
     def ask(self, head: WaitingMessage, step: Step) -> None:
         """Register a head, and ask the nodes how it stands."""
-        if self.dispatcher.buckets.awaits_rate(head.queue):
+        if self._buckets.awaits_rate(head.queue):
             return
         if self.inbox is None:
             self._dispatch(head, step)
@@ -173,9 +184,9 @@ class Successor:
 
     def _on_place(self, asker: WaitingMessage, step: Step, place: Place | None) -> None:
         """Dispatch a head if its lock is free and it is its turn, else let it wait on."""
-        with self.dispatcher.queues.mutex:  # an earlier message may have come since the question
-            queues = self.dispatcher.queues
-            head = queues.head(asker.queue) if queues.of(asker.request) is asker else None
+        with self._queues.mutex:  # an earlier message may have come since the question
+            is_here = self._queues.of(asker.request) is asker
+            head = self._queues.head(asker.queue) if is_here else None
         if head is None:
             return
         is_over = head.eta <= self._clock.now() or head.is_postponed
@@ -199,33 +210,33 @@ class Successor:
 
         The permits that are free are for those before it, and for what the pool has not begun.
         """
-        unbegun = self.dispatcher.unbegun(head.queue)
+        unbegun = self._dispatcher.unbegun(head.queue)
         if not unbegun or unbegun + place.rank < place.free:
             return False
         if head.waits_for_release:  # else it tries at its ETA
-            self.dispatcher.postpone(head, self._times.ask_next_after)
+            self._dispatcher.postpone(head, self._times.ask_next_after)
         return True
 
     def _wait_on(self, head: WaitingMessage, place: Place) -> None:
         """Let a head wait until the holder's lease ends, or for its next look."""
         if isinstance(head.queue.limit, Rate):  # a start that is given back is announced
             spread = random.uniform(0.0, self._times.after_start)  # noqa: S311
-            self.dispatcher.postpone(head, min(place.free_in + spread, self._times.longest_pause))
+            self._dispatcher.postpone(head, min(place.free_in + spread, self._times.longest_pause))
             return
         # the more workers are before it, the longer: they look as well
         pause = min(head.pause * (1 + place.rank // NAMED_AT_MOST), self._times.longest_pause)
         pause *= random.uniform(0.5, 1.0)  # noqa: S311
         after_lease = place.free_in + random.uniform(0.0, self._times.after_lease)  # noqa: S311
         head.pause = min(2 * head.pause, self._times.longest_pause)
-        self.dispatcher.postpone(head, min(pause, after_lease))
+        self._dispatcher.postpone(head, min(pause, after_lease))
 
     def _dispatch(self, head: WaitingMessage, step: Step, *, more: bool = False) -> None:
         """Dispatch a head. more: more permits are free than those before it take, and it."""
         unclear, _ = self._unclear.get(head.queue._replace(task=""), (-math.inf, 0.0))
         if head.waits_for_release and unclear > self._clock.now():
-            self.dispatcher.postpone(head, unclear - self._clock.now())
+            self._dispatcher.postpone(head, unclear - self._clock.now())
             return
-        if self.dispatcher.holds_back(head, is_named=step.named_at is not None):
+        if self._waits_for_run(head, is_named=step.named_at is not None):
             return
         if step.named_at is not None:
             released_at = utc_now().timestamp() - (self._clock.now() - step.named_at)
@@ -234,18 +245,32 @@ class Successor:
             self._tell(head, step.why)
         name, limit, _ = head.queue
         id_ = str(head.request.id)
-        unless = "" if self.dispatcher.has_succeeded(id_) else id_  # "": that was an earlier one
-        self.dispatcher.dispatch(head, is_named=step.named_at is not None)
+        unless = "" if self._dispatcher.has_succeeded(id_) else id_  # "": that was an earlier one
+        self._dispatcher.dispatch(head, is_named=step.named_at is not None)
         if name == WITHOUT_QUORUM:
             return
         # it may be refused another lock before, and then no release of this one follows
-        heads = self.dispatcher.heads_to_run(name)
+        heads = self._dispatcher.heads_to_run(name)
         after = self._times.retry_next_after
         if limit != 1 or any(each.queue.limit != 1 for each in heads):
             unless = ""  # a release hands on one message, but more permits may be free
             after = 0.0 if more else self._times.ask_next_after
-        if heads and not self.dispatcher.has_succeeded(unless):
+        if heads and not self._dispatcher.has_succeeded(unless):
             self._ask_after(after, name, Step(FALLBACK, unless=unless))
+
+    def _waits_for_run(self, head: WaitingMessage, *, is_named: bool) -> bool:
+        """Let a head wait on that a run of this worker is before; return whether it does."""
+        waits = head.waits_for_release and head.queue.limit == 1 and not is_named
+        run = self._dispatcher.run_of(head.queue.name) if waits else None
+        if run is None:
+            return False
+        began = run.time_start
+        # a run that began a while ago has asked since: if the lock is free, it has none any more
+        if began is not None and utc_now().timestamp() - began >= self._times.asks_within:
+            return False
+        # it has not begun; or it has ended, and its result is on its way
+        self._dispatcher.postpone(head, head.pause if began is None else TURN)
+        return True
 
     def _tell(self, head: WaitingMessage, step: str) -> None:
         event = LockHandedOffEvent(waiting_for(head.queue.name)[0], step)
@@ -279,7 +304,7 @@ class Successor:
         """
         self._refreshed_at = self._clock.now()
         for name in self.resources():
-            for head in self.dispatcher.heads_to_run(name):
+            for head in self._dispatcher.heads_to_run(name):
                 looks = head.waits_for_release and isinstance(head.queue.limit, Rate)
                 if of_rates or not looks:
                     self.ask(head, Step(why))
