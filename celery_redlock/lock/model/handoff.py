@@ -121,7 +121,7 @@ class Step(NamedTuple):
     why: str  # a step of `LockHandedOffEvent`, or LOOK
     passed: int = 0  # how many before it have had their turn
     named_at: float | None = None  # monotonic seconds of the release's message
-    unless: str = ""  # id of a message; if its run succeeds, this step is not needed
+    unless: str | None = None  # id of a message; if its run succeeds, this step is not needed
 
 
 class AskAgain(NamedTuple):

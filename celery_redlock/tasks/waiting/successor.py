@@ -150,7 +150,7 @@ class Successor:
         seconds = max(0.0, seconds)
         due = self._clock.now() + seconds
         planned = self._turns.get(resource)
-        if planned is not None and planned[0] <= due and planned[1].unless in ("", step.unless):
+        if planned is not None and planned[0] <= due and planned[1].unless in (None, step.unless):
             return
         self._cancel_turn(resource)
         entry = self._loop.call_after(seconds, self._ask_all, resource, step)
@@ -162,10 +162,9 @@ class Successor:
 
     def _ask_all(self, resource: str, step: Step) -> None:
         self._turns.pop(resource, None)
-        if self._dispatcher.has_succeeded(step.unless):
-            return
-        for head in self._dispatcher.heads_to_run(resource):
-            self.ask(head, step)
+        if self._is_needed(step):
+            for head in self._dispatcher.heads_to_run(resource):
+                self.ask(head, step)
 
     def on_due(self, waiter: WaitingMessage) -> None:
         """Ask for a head whose countdown is over; also a dead holder announces nothing."""
@@ -231,46 +230,65 @@ class Successor:
         self._dispatcher.postpone(head, min(pause, after_lease))
 
     def _dispatch(self, head: WaitingMessage, step: Step, *, more: bool = False) -> None:
-        """Dispatch a head. more: more permits are free than those before it take, and it."""
-        unclear, _ = self._unclear.get(head.queue._replace(task=""), (-math.inf, 0.0))
-        if head.waits_for_release and unclear > self._clock.now():
-            self._dispatcher.postpone(head, unclear - self._clock.now())
-            return
-        if self._waits_for_run(head, is_named=step.named_at is not None):
+        """Dispatch a head, unless it would be refused now; then plan a look for those behind it.
+
+        more: more permits are free than those before it take, and it.
+        """
+        pause = self._pause_before(head, step)
+        if pause is not None:
+            self._dispatcher.postpone(head, pause)
             return
         if step.named_at is not None:
             released_at = utc_now().timestamp() - (self._clock.now() - step.named_at)
             head.request.request_dict["properties"][NAMED_AT] = released_at
         if step.why:
             self._tell(head, step.why)
-        name, limit, _ = head.queue
-        id_ = str(head.request.id)
-        unless = "" if self._dispatcher.has_succeeded(id_) else id_  # "": that was an earlier one
+        had_succeeded = self._dispatcher.has_succeeded(str(head.request.id))
         self._dispatcher.dispatch(head, is_named=step.named_at is not None)
-        if name == WITHOUT_QUORUM:
-            return
-        # it may be refused another lock before, and then no release of this one follows
-        heads = self._dispatcher.heads_to_run(name)
-        after = self._times.retry_next_after
-        if limit != 1 or any(each.queue.limit != 1 for each in heads):
-            unless = ""  # a release hands on one message, but more permits may be free
-            after = 0.0 if more else self._times.ask_next_after
-        if heads and not self._dispatcher.has_succeeded(unless):
-            self._ask_after(after, name, Step(FALLBACK, unless=unless))
+        if head.queue.name != WITHOUT_QUORUM:
+            self._ask_next(head, had_succeeded=had_succeeded, more=more)
 
-    def _waits_for_run(self, head: WaitingMessage, *, is_named: bool) -> bool:
-        """Let a head wait on that a run of this worker is before; return whether it does."""
-        waits = head.waits_for_release and head.queue.limit == 1 and not is_named
-        run = self._dispatcher.run_of(head.queue.name) if waits else None
+    def _pause_before(self, head: WaitingMessage, step: Step) -> float | None:
+        """Return for how long a head waits on, as it would be refused now; None: it tries."""
+        if not head.waits_for_release:
+            return None
+        now = self._clock.now()
+        unclear_until, _ = self._unclear.get(head.queue._replace(task=""), (-math.inf, 0.0))
+        if unclear_until > now:
+            return unclear_until - now
+        if head.queue.limit != 1 or step.named_at is not None:
+            return None
+        run = self._dispatcher.run_of(head.queue.name)
         if run is None:
-            return False
-        began = run.time_start
-        # a run that began a while ago has asked since: if the lock is free, it has none any more
-        if began is not None and utc_now().timestamp() - began >= self._times.asks_within:
-            return False
-        # it has not begun; or it has ended, and its result is on its way
-        self._dispatcher.postpone(head, head.pause if began is None else TURN)
-        return True
+            return None
+        if run.time_start is None:  # it waits in the pool, and asks first
+            return head.pause
+        # a run that began a while ago has asked since: if the lock is free, it has none any more.
+        # Else it is about to ask; or it has ended, and its result is on its way
+        has_asked = utc_now().timestamp() - run.time_start >= self._times.asks_within
+        return None if has_asked else TURN
+
+    def _ask_next(self, before: WaitingMessage, *, had_succeeded: bool, more: bool) -> None:
+        """Ask in a while for the heads that follow a dispatched message.
+
+        It may be refused another lock before, and then no release of this one follows. Its success
+        makes that superfluous. had_succeeded: an earlier message with its id has, which says
+        nothing. more: as of `_dispatch`.
+        """
+        name, limit, _ = before.queue
+        heads = self._dispatcher.heads_to_run(name)
+        if not heads:
+            return
+        if limit != 1 or any(head.queue.limit != 1 for head in heads):
+            # a release hands on one message, but more permits may be free
+            self._ask_after(0.0 if more else self._times.ask_next_after, name, Step(FALLBACK))
+            return
+        step = Step(FALLBACK, unless=None if had_succeeded else str(before.request.id))
+        if self._is_needed(step):
+            self._ask_after(self._times.retry_next_after, name, step)
+
+    def _is_needed(self, step: Step) -> bool:
+        return step.unless is None or not self._dispatcher.has_succeeded(step.unless)
 
     def _tell(self, head: WaitingMessage, step: str) -> None:
         event = LockHandedOffEvent(waiting_for(head.queue.name)[0], step)
