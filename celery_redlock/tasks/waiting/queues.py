@@ -1,4 +1,4 @@
-"""Deferred messages in the order in which they try, and how long a worker waits for what. Pure.
+"""Deferred messages in the order in which they try, and what a worker remembers for them. Pure.
 
 The broker's own order of priorities goes first, then the first deferral.
 
@@ -17,13 +17,17 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from celery_redlock.errors import LockTaken
+from celery_redlock.lock.model.keys import waiting_for
 from celery_redlock.lock.model.rate import Rate, awaited
+from celery_redlock.tasks.delivery.header import NEVER_DEFERRED, Deferral
 
 WITHOUT_QUORUM = ""  # instead of a resource: of messages for which no quorum voted
 # the sign of a priority in the order of a broker; others have no priorities
 # Source: kombu.transport.redis reads its lists from the lowest number on; RabbitMQ, and the
 # transports that call `_get_message_priority(reverse=True)`, deliver the highest number first
 PRIORITY_SIGNS = {"redis": 1, "amqp": -1, "mongodb": -1, "zookeeper": -1}
+NEVER_REFUSED = -math.inf, -math.inf, NEVER_DEFERRED
 FIRST_PAUSE = 1.0  # seconds between two looks of a head whether its lock is free; then twice that
 
 
@@ -239,3 +243,49 @@ class QuorumHistory:
         if is_missed:
             self._receivers.add(receiver)
         return is_missed
+
+
+class RefusalHistory:
+    """The last refusal of each lock or rate to a run of this worker; for any thread.
+
+    For a while new messages take it for theirs. Times are in monotonic seconds.
+    """
+
+    def __init__(self, times: WaitingTimes) -> None:
+        self._times = times
+        # when it was, until when it is recent, and what the run was told
+        self._last: dict[QueueKey, tuple[float, float, Deferral]] = {}
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._last
+
+    def record(self, queue: QueueKey, deferral: Deferral, now: float) -> None:
+        """Remember what a run was told. queue: of no task."""
+        remembered = self._times.remember_refusal
+        if deferral.rate and deferral.expires_in is not None:
+            remembered = min(deferral.expires_in, self._times.longest_pause)
+        self._last[queue] = now, now + remembered, deferral
+
+    def refusal(self, queue: QueueKey, now: float, *, is_awaited: bool) -> LockTaken | None:
+        """Return what a new message of a queue would be told; None: it is to try.
+
+        is_awaited: others wait before it, so it would be refused whenever the last one was.
+        """
+        refused_at, until, deferral = self._last.get(queue._replace(task=""), NEVER_REFUSED)
+        is_recent = now < until
+        if not is_recent and not is_awaited:
+            return None
+        expires_in = deferral.expires_in if is_recent else None  # by now another may hold it
+        if expires_in is not None:
+            expires_in = max(0.0, refused_at + expires_in - now)
+        resource, _ = waiting_for(queue.name)
+        if isinstance(queue.limit, Rate):
+            return LockTaken(resource, "", expires_in, rate=str(queue.limit))
+        return LockTaken(resource, deferral.holder, expires_in, limit=queue.limit)
+
+    def forget_old(self, now: float, queues: MessageQueues) -> None:
+        """Forget refusals that are not recent any more, but those that a message waits for."""
+        for queue, (_, until, _) in list(self._last.items()):  # another thread may add one
+            if until < now and queues.head(queue) is None:
+                self._last.pop(queue, None)

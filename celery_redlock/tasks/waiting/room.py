@@ -34,10 +34,9 @@ from celery_redlock.label import label_of_run
 from celery_redlock.lock.client import Redlock
 from celery_redlock.lock.engine.inbox import Inbox
 from celery_redlock.lock.model.keys import votes_channel, waiting_for
-from celery_redlock.lock.model.rate import Rate
 from celery_redlock.lock.platform.clock import Platform, SystemClock
 from celery_redlock.tasks.delivery.delivery import RECEIVED, utc_now
-from celery_redlock.tasks.delivery.header import CLOCKS_DIFFER, NEVER_DEFERRED, Deferral, LockHeader
+from celery_redlock.tasks.delivery.header import CLOCKS_DIFFER, Deferral, LockHeader
 from celery_redlock.tasks.delivery.route import CAME_BACK, driver_of
 from celery_redlock.tasks.per_app import leave_redlock, redlock_of, settings_of, time_of_nodes
 from celery_redlock.tasks.reporting import StoringThread
@@ -50,6 +49,7 @@ from celery_redlock.tasks.waiting.queues import (
     MessageQueues,
     QueueKey,
     QuorumHistory,
+    RefusalHistory,
     WaitingMessage,
     WaitingTimes,
     priority_order,
@@ -59,7 +59,6 @@ from celery_redlock.tasks.waiting.successor import Successor
 logger = logging.getLogger(__name__)
 
 TIMES = WaitingTimes()
-NEVER_REFUSED = -math.inf, -math.inf, NEVER_DEFERRED
 
 
 class WaitingRoom(bootsteps.StartStopStep):
@@ -133,9 +132,7 @@ class WaitingRoom(bootsteps.StartStopStep):
         self._buckets.forget()
         self._dispatcher.forget()
         self._quorum_history = QuorumHistory()
-        # the last refusal of each lock or rate to a run of this worker: its monotonic second, and
-        # until when new messages take it for theirs
-        self._refusals: dict[QueueKey, tuple[float, float, Deferral]] = {}
+        self._refusals = RefusalHistory(self._times)
         self._coming_back.clear()
         self._loop.clear()
 
@@ -245,20 +242,16 @@ class WaitingRoom(bootsteps.StartStopStep):
     def note_refusal(self, deferral: Deferral) -> None:
         """Remember for a moment that a run of this worker was refused a lock; in any thread."""
         if deferral.is_taken:
-            now = self._clock.now()
-            remembered = self._times.remember_refusal
-            if deferral.rate and deferral.expires_in is not None:
-                remembered = min(deferral.expires_in, self._times.longest_pause)
             queue = QueueKey.of(deferral.resource, deferral.limit, deferral.rate)
-            self._refusals[queue] = now, now + remembered, deferral
+            self._refusals.record(queue, deferral, self._clock.now())
             if deferral.rate and deferral.expires_in is None:
                 self._successor.note_unclear(queue)
 
     def may_refuse(self, task_name: str) -> bool:
         """Return whether `refusal_of` may know of any refusal, or is to note a message."""
-        if self._refusals or self._queues.waiting_for_release > 0 or self._dispatcher.has_slots:
+        if not self._refusals.is_empty or self._queues.waiting_for_release > 0:
             return True
-        return self._buckets.bucket_of(task_name) is not None
+        return self._dispatcher.has_slots or self._buckets.bucket_of(task_name) is not None
 
     def refusal_of(self, request: Any, asked: Sequence[QueueKey]) -> LockTaken | None:
         """Return the refusal that a new message may take for its own; None: it tries.
@@ -267,34 +260,22 @@ class WaitingRoom(bootsteps.StartStopStep):
         Of a task with a rate limit one message of each lock waits for its rate, and the others for
         that one. asked: its locks and rates, in the order in which it asks for them.
         """
-        dispatcher = self._dispatcher
         queues = [self._queue_of(one, request.task.name) for one in asked]
         for queue in queues:
-            name, limit, _ = queue
-            resource, _ = waiting_for(name)
-            with self._queues.mutex:
-                is_first = self._queues.head(queue) is None
-                waits = not is_first or self._buckets.awaits_rate(queue)
-            run = dispatcher.run_of(name) if limit == 1 else None
-            if run is not None:
-                if run.id == request.id:
-                    return None  # this message, delivered once more: DEFERRED would hide its run
-                holder = label_of_run(str(run.delivery.run_id), run.hostname)
-                return LockTaken(resource, holder, None)
-            now = self._clock.now()
-            at, until, known = self._refusals.get(QueueKey(name, limit), NEVER_REFUSED)
-            expires_in = known.expires_in
-            if now >= until:  # by now another may hold it
-                if not waits:
-                    continue
-                expires_in = None
-            elif expires_in is not None:
-                expires_in = max(0.0, at + expires_in - now)
-            if isinstance(limit, Rate):
-                return LockTaken(resource, "", expires_in, rate=str(limit))
-            return LockTaken(resource, known.holder, expires_in, limit=limit)
-        dispatcher.note_leaving(request, queues)
+            run = self._dispatcher.run_of(queue.name) if queue.limit == 1 else None
+            if run is not None and run.id == request.id:
+                return None  # this message, delivered once more: DEFERRED would hide its run
+            refusal = self._refusal_in(queue) if run is None else _refusal_by(run, queue)
+            if refusal is not None:
+                return refusal
+        self._dispatcher.note_leaving(request, queues)
         return None
+
+    def _refusal_in(self, queue: QueueKey) -> LockTaken | None:
+        with self._queues.mutex:
+            has_waiters = self._queues.head(queue) is not None
+            is_awaited = has_waiters or self._buckets.awaits_rate(queue)
+        return self._refusals.refusal(queue, self._clock.now(), is_awaited=is_awaited)
 
     def _queue_of(self, queue: QueueKey, task_name: str) -> QueueKey:
         has_rate = self._buckets.bucket_of(task_name) is not None
@@ -373,11 +354,14 @@ class WaitingRoom(bootsteps.StartStopStep):
         with self._queues.mutex:
             self._queues.forget_empty(self._clock.now() - self._times.unsubscribe_after)
         self._dispatcher.sweep()
-        now = self._clock.now()
-        for queue, (_, until, _) in list(self._refusals.items()):  # another thread may add one
-            if until < now and self._queues.head(queue) is None:
-                self._refusals.pop(queue, None)
+        self._refusals.forget_old(self._clock.now(), self._queues)
         self._successor.look_again_if_due()
+
+
+def _refusal_by(run: Any, queue: QueueKey) -> LockTaken:
+    """Return the refusal of a message whose lock a run of this worker has, or is about to take."""
+    resource, _ = waiting_for(queue.name)
+    return LockTaken(resource, label_of_run(str(run.delivery.run_id), run.hostname), None)
 
 
 def _closing_twice(connect: Callable[..., Any], heartbeat: float | None = None) -> Any:
