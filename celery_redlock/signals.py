@@ -8,7 +8,9 @@ changes nothing.
 
 from __future__ import annotations
 
+import sys
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -129,6 +131,30 @@ SIGNALS = {  # of the records that the lock's floor makes
     NodeFailedEvent: node_failed,
     NodeRecoveredEvent: node_recovered,
 }
+
+
+# whose import connects receivers; None if no module is awaited, or no longer
+_awaited: str | None = None
+_connect_awaited: Callable[[], object] = bool  # which does nothing
+
+
+def connect_on_import(module: str, connect: Callable[[], object]) -> None:
+    """Have receivers connected before the first lock that is acquired after a module's import.
+
+    For processes that run no task and may finalize no app, such as a web server.
+    """
+    global _awaited, _connect_awaited
+    _connect_awaited = connect
+    _awaited = module
+
+
+def wants(kind: type[Any]) -> bool:
+    """Return whether records of a class have receivers; `connect_on_import` may add some before."""
+    global _awaited
+    if kind is LockAcquiredEvent and _awaited and _awaited in sys.modules:  # each lock pays for it
+        _connect_awaited()
+        _awaited = None
+    return bool(SIGNALS[kind].receivers)
 
 
 def send(sender: Any, event: Any) -> None:

@@ -110,9 +110,10 @@ def begin() -> None:
     if per_app.on_locked_task is not on_locked_task:
         per_app.on_locked_task = on_locked_task
         client.own_of_app = per_app.redlock_of_given
-        Events.wants = staticmethod(tracing.wants)
+        Events.wants = staticmethod(signals.wants)
         Events.send = staticmethod(signals.send)
         Events.on_loss = staticmethod(notify_bodies)
+        tracing.connect_at_import_of_sdk()
         celery_signals.before_task_publish.connect(send.carry_options, weak=False)
         startup.finalize_before_apply()
     finalized = [app for app in list(_get_active_apps()) if app.finalized]

@@ -13,14 +13,12 @@ from typing import Any
 from celery.signals import task_prerun
 
 from celery_redlock import signals
-from celery_redlock.lock.engine.events import LockAcquiredEvent
 from celery_redlock.tasks.delivery.header import LockHeader
 from celery_redlock.tasks.execution.run import run_of
 from celery_redlock.tasks.per_app import time_of_nodes
 
 TRACE = "opentelemetry.trace"
 SDK = "opentelemetry.sdk.trace"
-_has_sdk = False  # as the last look has seen
 OUTCOMES = {  # by the signal that tells of it
     signals.lock_acquired: "acquired",
     signals.lock_released: "released",
@@ -45,6 +43,11 @@ def connect_if_recording() -> None:
             signal.connect(_write_to_span, weak=False)
 
 
+def connect_at_import_of_sdk() -> None:
+    """Look again at the first lock that this process acquires after it has imported the SDK."""
+    signals.connect_on_import(SDK, connect_if_recording)
+
+
 def connect_at_first_run(**_: Any) -> None:
     """Look before the first run of a process, after the receivers of worker_process_init."""
     # Source: OpenTelemetry's instrumentation of Celery begins in one of these
@@ -55,18 +58,6 @@ def connect_at_first_run(**_: Any) -> None:
 def look_again(**_: Any) -> None:
     """Look at the first run of a child, too: that of its parent, an eager one, may be over."""
     task_prerun.connect(connect_at_first_run, weak=False)
-
-
-def wants(kind: type[Any]) -> bool:
-    """Return whether records of a class have receivers; at a lock, look for the SDK before that.
-
-    For processes that run no task and may finalize no app, such as a web server.
-    """
-    global _has_sdk
-    if kind is LockAcquiredEvent and not _has_sdk and SDK in sys.modules:  # each lock pays for it
-        connect_if_recording()
-        _has_sdk = True
-    return bool(signals.SIGNALS[kind].receivers)
 
 
 def _write_to_span(signal: Any = None, sender: Any = None, event: Any = None, **_: Any) -> None:
