@@ -68,6 +68,15 @@ def install(app: Any) -> None:
         check_app(app)
 
 
+def load_app(app: Any) -> Any:
+    """Return an app, also for `celery.current_app`, with all its tasks and those locked."""
+    app = without_proxy(app)
+    app.loader.import_default_modules()
+    app.finalize()
+    install(app)
+    return app
+
+
 def check_app(app: Any) -> None:
     """Raise SettingsError for the first wrong task or setting of an app that has finalized.
 

@@ -17,6 +17,7 @@ from celery.utils.dispatch import Signal
 import celery_redlock
 import celery_redlock_entry
 from celery_redlock import wiring
+from celery_redlock.operate.cli import redlock
 from celery_redlock.tasks.unique import send
 from tests import fork_server
 from tests.sources import ONE_PROCESS, nodes_of
@@ -160,6 +161,10 @@ def test_finalizers_and_commands_are_those_of_the_list(registered: list[dict[str
     found = registered[1]["commands"]
     assert {name: one for name, one in found.items() if ours([one])} == commands
     assert set(commands) == set(celery_redlock_entry.INSPECT_COMMANDS)
+
+
+def test_the_command_says_the_same_before_it_is_imported() -> None:
+    assert celery_redlock_entry.redlock.help == redlock.help
 
 
 @FORKED

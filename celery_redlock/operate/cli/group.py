@@ -21,10 +21,9 @@ from typing import Any, TypeVar
 
 import click
 
-import celery_redlock_entry
 from celery_redlock.errors import SettingsError
 from celery_redlock.label import escaped
-from celery_redlock.tasks.startup import install
+from celery_redlock.tasks.startup import load_app
 
 T = TypeVar("T")
 ANSWER_TIMEOUT = 5.0  # seconds in which the broker or the result backend must answer a command
@@ -62,18 +61,14 @@ class RedlockGroup(click.Group):
             raise command_error(text) from None
 
 
-@click.group(cls=RedlockGroup, help=celery_redlock_entry.redlock.help)
+@click.group(cls=RedlockGroup)
 def redlock(**_: Any) -> None:
-    """Run one of the commands."""
+    """Show the locks of tasks, and repair what is wrong with them."""
 
 
 def app_from(ctx: click.Context) -> Any:
     """Return the app of the command line with all its tasks."""
-    app = celery_redlock_entry.without_proxy(ctx.find_root().obj.app)
-    app.loader.import_default_modules()
-    app.finalize()
-    install(app)
-    return app
+    return load_app(ctx.find_root().obj.app)
 
 
 def within_deadline(ask: Callable[[], T]) -> tuple[T | None, str]:
