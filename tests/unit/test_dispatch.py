@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +17,7 @@ from celery.worker.control import scheduled
 from hypothesis import given
 from hypothesis import strategies as st
 
-from celery_redlock.lock.model.handoff import LADDER, TURN, Step
+from celery_redlock.lock.model.handoff import LADDER, TURN, Place, Step
 from celery_redlock.lock.platform.clock import Platform
 from celery_redlock.tasks.delivery.delivery import utc_now
 from celery_redlock.tasks.reporting import StoringThread
@@ -26,6 +26,7 @@ from celery_redlock.tasks.waiting.dispatch import Dispatcher
 from celery_redlock.tasks.waiting.loop import EventLoop
 from celery_redlock.tasks.waiting.prefetch import Prefetch
 from celery_redlock.tasks.waiting.queues import (
+    FIRST_PAUSE,
     MessageQueues,
     QueueKey,
     WaitingMessage,
@@ -373,6 +374,60 @@ def test_the_next_one_waits_for_the_release_of_a_run_that_succeeds(
     succeeded.add("one")
     worker.timer.turn(until=2 * TIMES.retry_next_after)
     assert worker.ids == ids
+
+
+@pytest.fixture
+def ahead() -> Iterator[tuple[Worker, Successor, Message]]:
+    """Give a worker of two slots, one message of which is in its pool; the next one waits."""
+    worker, successor = worker_with_a_successor()
+    worker.consumer.pool = SimpleNamespace(num_processes=2)
+    first, _ = (worker.admit(id_, since) for since, id_ in enumerate(("first", "next")))
+    worker.dispatcher.dispatch(first)
+    state.reserved_requests.add(first.request)
+    yield worker, successor, first.request
+    state.reserved_requests.discard(first.request)
+
+
+@pytest.mark.parametrize(
+    ("began", "pause"),  # s since then; s until the next one looks again
+    [(None, FIRST_PAUSE), (0.0, TURN), (TIMES.asks_within, 0.0)],
+    ids=["it has not begun", "it is about to ask", "it has asked"],
+)
+def test_the_next_one_does_not_try_while_a_run_of_its_worker_is_to_ask_first(
+    ahead: tuple[Worker, Successor, Message], began: float | None, pause: float
+) -> None:
+    worker, successor, run = ahead
+    run.time_start = None if began is None else utc_now().timestamp() - began
+    (waiter,) = worker.waiting()
+    successor.on_due(waiter)
+    assert worker.ids == ["first", "next"][: 1 if pause else 2]
+    if pause:
+        assert waiter.eta == worker.clock.time + pause
+
+
+def test_the_next_one_tries_as_a_release_names_its_worker(
+    ahead: tuple[Worker, Successor, Message],
+) -> None:
+    """The run of the worker that is before it has just released."""
+    worker, successor, run = ahead
+    run.time_start = None
+    name(worker, successor, 0)
+    assert worker.ids == ["first", "next"]
+
+
+def test_permits_that_are_free_together_are_asked_for_without_a_pause() -> None:
+    worker, successor = worker_with_a_successor()
+    free = Place(rank=0, free=3, free_in=0.0)
+    inbox: Any = SimpleNamespace(
+        is_listening=False, changed=str, ask=lambda name, limit, passed, report: report(free)
+    )
+    successor.inbox = inbox
+    for since, id_ in enumerate(("one", "two", "three")):
+        worker.admit(id_, since, limit=3)
+    name(worker, successor, 0)
+    worker.timer.turn(until=TURN)
+    asked = TIMES.ask_next_after
+    assert worker.applied == [("one", 0.0), ("two", asked), ("three", asked)]
 
 
 def fail() -> None:

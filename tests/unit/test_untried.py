@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from celery import Celery
 from celery.utils.imports import symbol_by_name
+from celery.worker import state
 from freezegun import freeze_time
 from kombu import Connection, Queue
 from kombu.common import Broadcast
@@ -35,7 +36,7 @@ REMEMBERED = WaitingTimes().remember_refusal
 HOLDER, LEASE = "pid 7 on host", 30.0
 EVERYBODY = Broadcast("everybody")
 EARLIER = "2026-01-01T00:00:00+00:00"
-A_REQUEST = SimpleNamespace(name="task", task=SimpleNamespace(name="task"))
+A_REQUEST = SimpleNamespace(id="another", name="task", task=SimpleNamespace(name="task"))
 
 
 class Consumer(SimpleNamespace):
@@ -232,6 +233,22 @@ def test_a_refusal_says_what_is_left_of_the_lease(
     assert (refusal.resource, refusal.holder, refusal.expires_in) == ("k:held", HOLDER, left)
 
 
+def test_a_run_of_the_worker_refuses_other_messages_and_not_its_own(worker: Worker) -> None:
+    worker.consumer.pool = SimpleNamespace(num_processes=2)
+    task, asked = worker.task(), [QueueKey("k:other", 1)]
+    run = worker.receive(task, args=("other",))
+    assert run.eta is None
+    state.reserved_requests.add(run)
+    try:
+        assert worker.room.refusal_of(run, asked) is None  # its message, delivered once more
+        refusal = worker.room.refusal_of(A_REQUEST, asked)
+        assert refusal is not None
+        assert (refusal.resource, refusal.expires_in) == ("k:other", None)
+        assert run.id in refusal.holder
+    finally:
+        state.reserved_requests.discard(run)
+
+
 def test_a_run_for_which_no_quorum_voted_says_nothing_of_its_lock(worker: Worker) -> None:
     worker.refuse("k:other", is_taken=False)
     assert worker.room.refusal_of(A_REQUEST, [QueueKey("k:other", 1)]) is None
@@ -315,6 +332,14 @@ def test_of_a_task_with_a_rate_limit_one_message_of_each_lock_waits_for_its_rate
     permits = {"lock": {"limit": 2}}
     assert [worker.receive(task, args=("free",), **permits).eta for _ in "12"] == [None, None]
     worker.consumer._limit_move_to_pool(first)
+    assert worker.receive(task, args=("other",)).eta is None
+
+
+def test_a_lost_connection_forgets_which_message_waits_for_its_rate(worker: Worker) -> None:
+    task = worker.task()
+    worker.consumer.task_buckets[task.name] = object()
+    assert worker.receive(task, args=("other",)).eta is None
+    worker.room.stop(worker.consumer)
     assert worker.receive(task, args=("other",)).eta is None
 
 
