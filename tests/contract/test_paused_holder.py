@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -145,10 +146,14 @@ def test_it_knows_before_any_byte_passes_and_its_release_touches_nobodys_key(
                 proxy.weather = FAIR
             first.line.send("release it")
             assert first.says() == "released"
+            # a node that the first one reached last may have refused the second one
+            ((own, count),) = Counter(value for value, _ in taken).most_common(1)
+            assert count > len(taken) / 2
             for (value, end), node in zip(taken, nodes, strict=True):
-                client = node.client()
-                assert client.get(KEY) == value
-                assert int(client.pttl(KEY)) / 1000 + now() > end - 0.01
+                if value == own:
+                    client = node.client()
+                    assert client.get(KEY) == value
+                    assert int(client.pttl(KEY)) / 1000 + now() > end - 0.01
             assert second.held
 
 

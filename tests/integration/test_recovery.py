@@ -81,7 +81,7 @@ def see_loaded(broker: EmbeddedNode) -> None:
 def see_moved(worker: ForkedWorker, count: int, whose: str = "w1") -> None:
     """Return when a worker says that it has moved so many messages of another one."""
 
-    said = re.compile(rf"moved (\d+) messages of {whose}@")
+    said = re.compile(rf"moved (\d+) messages? of {whose}@")
     eventually(lambda: said.search(worker.output()))
     assert sum(map(int, said.findall(worker.output()))) == count
 

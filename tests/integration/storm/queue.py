@@ -7,7 +7,6 @@ import random
 import re
 import threading
 import uuid
-from collections import Counter
 from typing import Any
 
 from redis import Redis
@@ -27,14 +26,14 @@ class Transit:
     The Redis transport takes a message from its queue, and notes that it is not acknowledged, in
     two steps; what a process has taken that is killed between the two stands nowhere. Here the
     broker itself tells of each copy that is put into the queue, and of each that is noted. What is
-    noted has another delivery tag than in the queue if its worker keeps a worker lease, so copies
-    are counted. A script moves what a dead worker had.
+    noted has another delivery tag than in the queue if its worker keeps a worker lease. A script
+    moves what a dead worker had.
     Source: kombu.transport.redis, Channel._put, QoS.append and Channel._do_restore_message.
     """
 
     def __init__(self, client: Redis, port: int) -> None:
         self._client = client
-        self._unnoted = Counter[str]()  # copies that were put and not noted since, by id
+        self._unnoted: dict[str, str] = {}  # id by the delivery tag with which it was put
         self._tags: set[str] = set()  # all that there were
         self._given_back: list[tuple[str, float]] = []
         self._barrier, self._seen = "", threading.Event()
@@ -46,8 +45,8 @@ class Transit:
 
     def lost(self) -> frozenset[str]:
         self._catch_up()
-        queued = Counter(_found(_ID, text) for text in self._client.lrange(NAME, 0, -1))
-        return frozenset(self._unnoted - queued)
+        queued = {_found(_TAG, text) for text in self._client.lrange(NAME, 0, -1)}
+        return frozenset(id_ for tag, id_ in self._unnoted.items() if tag not in queued)
 
     def given_back(self) -> dict[str, list[float]]:
         self._catch_up()
@@ -78,14 +77,20 @@ class Transit:
                 is_moved = heard["client_type"] == "lua"
                 self._put(_found(_TAG, text), _found(_ID, text), is_moved)
             elif command == "HSET" and name == "unacked":
-                self._unnoted[_found(_ID, text)] -= 1
+                self._note(text.partition(" ")[0], _found(_ID, text))
             elif command == "ECHO" and rest == self._barrier:
                 self._seen.set()
                 if rest == "the end of it":
                     return
 
+    def _note(self, tag: str, message: str) -> None:
+        """Strike out the copy that was put with this tag, or one of the message."""
+        if tag not in self._unnoted:
+            tag = next((other for other, id_ in self._unnoted.items() if id_ == message), tag)
+        self._unnoted.pop(tag, None)
+
     def _put(self, tag: str, message: str, is_moved: bool) -> None:
-        self._unnoted[message] += 1
+        self._unnoted[tag] = message
         if is_moved or tag in self._tags:
             self._given_back.append((message, now()))
         self._tags.add(tag)
