@@ -23,7 +23,7 @@ from kombu.exceptions import OperationalError
 
 from celery_redlock import compatibility
 from celery_redlock.errors import LockTaken, NotAcquired, describe_taken
-from celery_redlock.lock.lock import Lock, renew_for
+from celery_redlock.lock.lock import Lock
 from celery_redlock.lock.model.options import LockOptions
 from celery_redlock.tasks.per_app import redlock_of, settings_of
 from celery_redlock.tasks.settings.app import WRAPS_ITSELF, OptionSource
@@ -262,7 +262,7 @@ class LockedScheduler(Scheduler):
 
     def _keep(self) -> None:
         """Have the lock renewed until no tick has ended for this long: then this process hangs."""
-        renew_for(self._lock, self.max_interval + 2 * self._lock.ttl)
+        self._lock.ownership.renew_for(self.max_interval + 2 * self._lock.ttl)
 
 
 def _lock_of(app: Any) -> Lock:

@@ -4,7 +4,7 @@ Read `lock.py` first (`Lock`: acquire, extend, release). Then read `engine/acqui
 none, one round for each key) and `model/lease.py` (for how long a lock is valid). By topic:
 
 - `client.py`: `Redlock`, its settings, `trust`. `validation.py`: checks of settings and arguments.
-- `retry.py`: the tries of one acquire.
+- `ownership.py`: what one lock has acquired, and its release. `retry.py`: the tries of one acquire.
 - `node_status.py`, `inspection.py`: queries of operators about nodes, locks and waiters.
 - `engine/`: acquires, renews, releases; the watchdog; who waits; the reports of events.
 - `postgres/`: what a node does and says if it is a PostgreSQL server.

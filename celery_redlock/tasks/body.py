@@ -22,7 +22,7 @@ from typing import Any
 from celery.exceptions import SoftTimeLimitExceeded
 
 from celery_redlock.errors import LockLost
-from celery_redlock.lock.lock import Lock, loss_of
+from celery_redlock.lock.lock import Lock
 from celery_redlock.lock.platform.threads import DeadlineTimer, is_uninterruptible, start_thread
 
 # seconds between tries to interrupt a body
@@ -61,7 +61,8 @@ class MonitoredBody:
         """Run the body. With `abort`, raise LockLost instead if the lock is lost by now."""
         running_bodies[id(self)] = self
         try:
-            loss = loss_of(self.lock)  # before the line above the watchdog could not tell it
+            # asked after the line above: until then the watchdog could not tell it
+            loss = self.lock.ownership.loss()
             if loss is not None and self.abort:
                 raise loss
             return call(*args, **kwargs)
@@ -70,7 +71,7 @@ class MonitoredBody:
 
     def report_loss(self) -> None:
         """Call `report` if the lock is lost, unless that was done."""
-        loss = loss_of(self.lock)
+        loss = self.lock.ownership.loss()
         if loss is not None and self._reports:
             try:
                 report = self._reports.pop()
@@ -101,7 +102,7 @@ class MonitoredBody:
 
         Once only: a body that catches it is not interrupted again while it cleans up.
         """
-        return loss_of(self.lock) if self.abort and not self.interrupted else None
+        return self.lock.ownership.loss() if self.abort and not self.interrupted else None
 
     def is_interruptible_at(self, frame: FrameType | None) -> bool:
         """Return whether all frames from this body to the top of the stack are interruptible."""
@@ -123,7 +124,7 @@ class MonitoredBody:
 def notify_bodies() -> None:
     """Tell each body whose lock is lost; called by the watchdog, and does not wait."""
     for body in list(running_bodies.values()):
-        if loss_of(body.lock) is not None:
+        if body.lock.ownership.loss() is not None:
             body.on_loss()
 
 

@@ -92,7 +92,7 @@ def hold(
     Raises LockTaken if the resources are held already.
     """
     with _redlock_on(on) as redlock, _other_client(redlock) as other:
-        options = other.lock(resources, ttl=ttl, renew=renew, limit=limit)._options
+        options = other.lock(resources, ttl=ttl, renew=renew, limit=limit).ownership.options
         with Lock(other, replace(options, label=by)) as lock:
             yield lock
 
@@ -106,7 +106,7 @@ def lose(resource: str | Lock, *, on: Any = None, within: float = 5.0) -> None:
     within: seconds of the machine's time for the holders in this process to notice.
     Raises AssertionError if no owner holds the lock.
     """
-    names = resource._options.resources if isinstance(resource, Lock) else (resource,)
+    names = resource.ownership.options.resources if isinstance(resource, Lock) else (resource,)
     with _redlock_on(on) as redlock:
         held = [lock for name in names for lock in redlock.locks(name).locks]
         if not held:

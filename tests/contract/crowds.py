@@ -24,7 +24,6 @@ from typing import Any
 
 from celery_redlock import Lock, Redlock
 from celery_redlock.lock import retry
-from celery_redlock.lock.lock import acquisitions_of
 from celery_redlock.testing import embedded_nodes, trust_nodes
 from tests import fork_server
 from tests.clients import client_of
@@ -367,7 +366,7 @@ def fate(redlock: Redlock, clients: Sequence[Any]) -> list[Any]:
 
 def see_renewed(redlock: Redlock, lock: Lock) -> None:
     """Let the watchdog renew a held lock now; return once it has."""
-    [lease] = acquisitions_of(lock)[0].leases
+    [lease] = lock.ownership.acquisitions[0].leases
     before = lease.valid_until
     redlock.session.watchdog.renew_by(redlock.session.clock.now())
     while lease.valid_until <= before:

@@ -13,7 +13,6 @@ import psycopg
 from redis import ResponseError
 
 from celery_redlock import Lock
-from celery_redlock.lock.lock import acquisitions_of
 from celery_redlock.lock.model.keys import (
     broken_key,
     fence_key,
@@ -160,7 +159,7 @@ class PostgresEar:
 
 def valid_until(lock: Lock) -> float:
     """Return the monotonic s until which a held lock is valid unless it is renewed."""
-    leases = [lease for one in acquisitions_of(lock) for lease in one.leases]
+    leases = [lease for one in lock.ownership.acquisitions for lease in one.leases]
     return min(lease.valid_until for lease in leases)
 
 

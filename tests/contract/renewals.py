@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from celery_redlock import Lock, Redlock
-from celery_redlock.lock.lock import acquisitions_of
 from tests.conftest import eventually
 
 
@@ -14,7 +13,7 @@ def hurry(redlock: Redlock) -> None:
 
 def renew_now(redlock: Redlock, *locks: Lock) -> None:
     """Return when the watchdog has renewed these held locks once more, and renews none just now."""
-    acquisitions = [one for lock in locks for one in acquisitions_of(lock)]
+    acquisitions = [one for lock in locks for one in lock.ownership.acquisitions]
     leases = [lease for one in acquisitions for lease in one.leases]
     before = [lease.valid_until for lease in leases]
 

@@ -10,7 +10,6 @@ import pytest
 
 from celery_redlock import Lock, LockTaken, Redlock
 from celery_redlock.lock.engine.acquirer import AlreadyCompletedError
-from celery_redlock.lock.lock import release_all
 from celery_redlock.lock.model.options import CompletionMarker, LockOptions
 from celery_redlock.tasks.execution.completion_markers import read_markers
 from tests.conftest import PATIENCE, TTL, Nodes, eventually, keys_on, paused, settle
@@ -37,7 +36,7 @@ def lock_of(
 
 def ends(redlock: Redlock, **lock: Any) -> None:
     """Let a run take its lock, end, and be marked as done."""
-    release_all(lock_of(redlock, **lock).acquire(), ended=True)
+    lock_of(redlock, **lock).acquire().ownership.release_all(ended=True)
     settle(redlock)
 
 
@@ -56,7 +55,7 @@ def test_the_release_of_a_run_that_is_done_marks_it_on_every_node(
 
 
 def test_a_release_that_is_no_end_marks_nothing(redlock: Redlock, nodes: Nodes) -> None:
-    release_all(lock_of(redlock).acquire())
+    lock_of(redlock).acquire().ownership.release_all()
     lock_of(redlock).acquire().release()
     settle(redlock)
     assert marks_on(nodes) == [False] * len(nodes)
@@ -158,7 +157,7 @@ def test_a_lost_lock_does_not_keep_a_run_that_ended_from_being_marked(
         node.client().set("{redlock}:lock:r", "theirs", px=300_000)
     redlock.session.watchdog.renew_by(redlock.session.clock.now())
     eventually(lambda: not lock.held)
-    release_all(lock, ended=True)
+    lock.ownership.release_all(ended=True)
     settle(redlock)
     assert marks_on(nodes) == [True] * len(nodes)
     assert all(node.client().get("{redlock}:lock:r") == "theirs" for node in nodes)
@@ -171,7 +170,7 @@ def test_a_run_that_released_its_lock_itself_is_marked_at_its_end(
     lock.release()
     settle(redlock)
     assert marks_on(nodes) == [False] * len(nodes)
-    release_all(lock, ended=True)
+    lock.ownership.release_all(ended=True)
     settle(redlock)
     assert marks_on(nodes) == [True] * len(nodes)
 
@@ -184,7 +183,7 @@ def test_the_end_of_an_inner_run_neither_ends_nor_releases_what_is_around_it(
         inner = lock_of(redlock, run="2:t:0:0").acquire()
         if released:
             inner.release()
-        release_all(inner, ended=True)
+        inner.ownership.release_all(ended=True)
         settle(redlock)
         assert outer.held
         assert keys_on(nodes) == [["{redlock}:lock:r"]] * len(nodes)
@@ -240,7 +239,7 @@ def test_a_node_without_memory_for_the_mark_frees_the_lock_all_the_same(
     for client in clients:
         client.config_set("maxmemory", "1")
     try:
-        release_all(lock, ended=True)
+        lock.ownership.release_all(ended=True)
         settle(redlock)
     finally:
         for client in clients:
@@ -257,7 +256,7 @@ def test_the_mark_is_owed_with_its_release_to_a_node_that_is_away(mortal_nodes: 
         lock = lock_of(redlock, ttl=60.0).acquire()  # long: it is owed in proportion
         settle(redlock)
         mortal_nodes[0].kill()
-        release_all(lock, ended=True)
+        lock.ownership.release_all(ended=True)
         released = time.monotonic()
         eventually(lambda: marks_on(mortal_nodes[1:]) == [True] * 2)
         eventually(lambda: time.monotonic() - released > AWAY)

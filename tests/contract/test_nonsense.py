@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from celery_redlock import LockTaken, QuorumUnreachable, Redlock
-from celery_redlock.lock.lock import acquisitions_of
 from celery_redlock.lock.model.keys import completion_key
 from celery_redlock.lock.node_status import ask_nodes, compare_shared_settings
 from celery_redlock.lock.server.requests import GRANT, MARKER, RELEASE, RENEW, UNIQUE
@@ -215,7 +214,7 @@ class TestRenewal:
             lies.lie(RENEW, b"*2\r\n:1\r\n$1\r\nx\r\n")
             with pytest.raises(QuorumUnreachable):
                 lock.extend()
-            (claim, _) = acquisitions_of(lock)[0].leases
+            (claim, _) = lock.ownership.acquisitions[0].leases
             assert max(lock.remaining, claim.remaining(alone.session.clock.now())) < before
 
     @each(FEW)

@@ -13,7 +13,6 @@ import pytest
 from redis import Redis
 
 from celery_redlock import Lock, LockTaken, Redlock, SettingsError
-from celery_redlock.lock.lock import acquisitions_of
 from celery_redlock.lock.model.keys import completion_key, guard_keys, lock_key
 from celery_redlock.lock.model.options import CompletionMarker, LockOptions
 from celery_redlock.lock.server.requests import PERMIT, RELEASE
@@ -323,7 +322,7 @@ class TestLimitsPerKey:
         lock = redlock.lock(["d", "c", "b", "a"], limit=limit)
         assert lock.resource == "b, d, a, c"
         with lock:
-            keys = [lease.key for lease in acquisitions_of(lock)[0].leases]
+            keys = [lease.key for lease in lock.ownership.acquisitions[0].leases]
             assert [(key.resource, key.limit) for key in keys] == [
                 ("b", 1), ("d", 1), ("a", 2), ("c", 3),
             ]  # fmt: skip
@@ -348,7 +347,7 @@ class TestLimitsPerKey:
             doctor = rival.lock(DOCTOR, wait=60).acquire()
             for lock in taken:
                 releaser = rival.session.releaser
-                releaser.release(acquisitions_of(lock)[0])
+                releaser.release(lock.ownership.acquisitions[0])
             eventually(lambda: callers.resources() == [DOCTOR])
             assert callers.line(DOCTOR)[0].limit == 1
             eventually(lambda: is_free(nodes, CLINIC) and is_free(nodes, f"{CLINIC}#1"))
@@ -374,13 +373,13 @@ class TestLimitsPerKey:
             return Lock(client, LockOptions(("p", "q"), label=label, limits=limits, **terms))
 
         with run(redlock, p=2, q=3) as lock:
-            (held,) = acquisitions_of(lock)
+            (held,) = lock.ownership.acquisitions
             assert [one.key.resource for one in held.leases] == ["run:1:t:0:0", "p", "q"]
             with pytest.raises(LockTaken) as refused:
                 run(rival, p=2, q=3).acquire()
             assert (refused.value.resource, refused.value.limit) == ("run:1:t:0:0", 1)
         with run(redlock, q=3) as lock:
-            (held,) = acquisitions_of(lock)
+            (held,) = lock.ownership.acquisitions
             assert [one.key.resource for one in held.leases] == ["p", "q"]
 
     def test_of_two_limits_for_one_key_the_larger_counts(self, rivals: list[Redlock]) -> None:

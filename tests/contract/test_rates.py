@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from celery_redlock import Lock, LockTaken, QuorumUnreachable, Redlock, SettingsError
-from celery_redlock.lock.lock import acquisitions_of, begin_body, release_all
 from celery_redlock.lock.model.keys import name_of_rate, rate_keys, waiting_key
 from celery_redlock.lock.model.options import LockOptions
 from celery_redlock.lock.model.rate import Rate
@@ -198,8 +197,9 @@ class TestBody:
         rate = Rate(3, 1.0)
         lock = later(redlock, rate).acquire()
         before = starts_on(nodes[0])
-        eventually(lambda: not acquisitions_of(lock)[0].starts[0].held(redlock.session.clock.now()))
-        begin_body(lock)
+        (start,) = lock.ownership.acquisitions[0].starts
+        eventually(lambda: not start.held(redlock.session.clock.now()))
+        lock.ownership.begin_body()
         after = starts_on(nodes[0])
         assert after.keys() == before.keys()
         (permit,) = after
@@ -210,14 +210,14 @@ class TestBody:
         lock = later(redlock, Rate(3, 60.0)).acquire()
         settle(redlock)
         assert len(starts_on(nodes[0])) == 1
-        release_all(lock)
+        lock.ownership.release_all()
         eventually(lambda: all(starts_on(node) == {} for node in nodes))
 
     def test_an_abandoned_start_is_given_back_and_one_with_a_body_is_not(
         self, redlock: Redlock, nodes: Nodes
     ) -> None:
         begun = later(redlock, Rate(3, 60.0), limits={"r": 5}).acquire()
-        begin_body(begun)
+        begun.ownership.begin_body()
         lock = later(redlock, Rate(3, 60.0), limits={"r": 5})
         threading.Thread(target=lock.acquire).start()
         eventually(lambda: len(starts_on(nodes[0])) == 2)
@@ -246,7 +246,7 @@ class TestBody:
             thread.start()
             name = waiting_key("redlock", name_of_rate("r"))
             eventually(lambda: all(node.client().zcard(name) for node in nodes))
-            release_all(lock)
+            lock.ownership.release_all()
             assert got.wait(60)
             thread.join()
 

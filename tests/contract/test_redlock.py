@@ -26,7 +26,6 @@ from celery_redlock import (
 )
 from celery_redlock.lock import retry
 from celery_redlock.lock.engine.callers import Caller
-from celery_redlock.lock.lock import acquisitions_of
 from celery_redlock.lock.model.acquisition import SPLIT_TRIES
 from celery_redlock.lock.model.keys import fence_key, lock_key
 from celery_redlock.lock.node_status import ask_nodes
@@ -223,7 +222,7 @@ class TestAcquireAndRelease:
 
     def test_extend_renews_a_fixed_lease(self, redlock: Redlock) -> None:
         with redlock.lock("r", renew=False) as lock:
-            (lease,) = acquisitions_of(lock)[0].leases
+            (lease,) = lock.ownership.acquisitions[0].leases
             before = lease.valid_until
             lock.extend()
             assert lease.valid_until > before
@@ -429,7 +428,7 @@ class TestLoss:
 
         lock = redlock.lock("r", renew=False).acquire()
         settle(redlock)  # a grant that comes later would prolong it
-        (claim,) = acquisitions_of(lock)[0].leases
+        (claim,) = lock.ownership.acquisitions[0].leases
         with receiving(lock_lost, note):
             claim.valid_until = 0.0  # as if the process had been stopped meanwhile
             assert not lock.held
@@ -505,7 +504,7 @@ class TestManyLocks:
                 for name in names:
                     client.pexpire(name, 50_000)
             assert redlock.session.renewer.renew(
-                [h for lock in locks for h in acquisitions_of(lock)]
+                [h for lock in locks for h in lock.ownership.acquisitions]
             )
             kept = [lock for n, lock in enumerate(locks) if n not in hurt]
             assert all(lock.held for lock in kept)
@@ -516,7 +515,7 @@ class TestManyLocks:
                 assert client.get(names[99]) == "another's"
                 assert not client.exists(names[3])
             assert not redlock.session.renewer.renew(
-                [h for lock in kept for h in acquisitions_of(lock)]
+                [h for lock in kept for h in lock.ownership.acquisitions]
             )
 
     @REDIS_SERVER
@@ -640,7 +639,7 @@ class TestRequests:
             kept = [redlock.lock("r") for _ in range(200)]
             for lock in kept:  # kept, so that no two holds share an id
                 with lock:
-                    redlock.session.renewer.renew(acquisitions_of(lock))
+                    redlock.session.renewer.renew(lock.ownership.acquisitions)
         released: set[tuple[int, str]] = set()
         for wire, kind, hold in written:
             assert (wire, hold) not in released or kind == "KeyRelease", kind

@@ -34,7 +34,6 @@ from kombu import Exchange, Queue, binding
 from kombu.common import Broadcast
 
 from celery_redlock import Backoff, Contention, LockedTask, LockLost, current_lock
-from celery_redlock.lock.lock import acquisitions_of
 from celery_redlock.signals import (
     LockExtendedEvent,
     LockReleasedEvent,
@@ -535,7 +534,7 @@ def permitted(self: Any, key: str, also: str = "anybody", until: str = "") -> No
 @locked(lock_key="rated:{key}", lock_limit=8, lock_rate="10/s", lock_ttl=TTL)
 def rated(self: Any, key: str, fails: int = 0) -> None:
     """Write when its start was counted, and end with a retry so many times."""
-    (acquisition,) = acquisitions_of(self.lock)
+    (acquisition,) = self.lock.ownership.acquisitions
     write("begin", key, id=self.request.id, at=acquisition.starts[0].started_at)
     if self.request.retries < fails:
         raise self.retry(countdown=0)

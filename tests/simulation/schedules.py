@@ -10,7 +10,7 @@ from typing import Any
 from celery_redlock.errors import LockLost, LockTaken, NotAcquired, QuorumUnreachable
 from celery_redlock.label import RunId
 from celery_redlock.lock.engine.acquirer import AlreadyCompletedError
-from celery_redlock.lock.lock import Lock, acquisitions_of, begin_body, release_all
+from celery_redlock.lock.lock import Lock
 from celery_redlock.lock.model.keys import completion_key
 from celery_redlock.lock.model.options import CompletionMarker
 from celery_redlock.tasks.settings.options import BUILT_IN, TaskLockOptions
@@ -130,10 +130,10 @@ class Worker:
             rate={name: rates[name] for name in resources if name in rates} or None,
         )  # fmt: skip
         if profile.holds and draw() < profile.holds:
-            lock._options = replace(lock._options, is_hold=True)
+            lock.ownership.options = replace(lock.ownership.options, is_hold=True)
         if profile.runs:
             return self._delivery(lock)
-        if lock._options.rates:
+        if lock.ownership.options.rates:
             return self._rated(lock, wait)
         try:
             with self.schedule.witness.waiting(self.process, wait, keys=len(resources)):
@@ -217,13 +217,13 @@ class Worker:
         """Run what may have run before; returns the s after which to take another message."""
         witness, draw = self.schedule.witness, self.random.random
         run = f"run{self.random.randrange(self.schedule.profile.runs)}"
-        lock._options = replace(
-            lock._options, marker=CompletionMarker(run, KEPT, asks_since=-math.inf)
+        lock.ownership.options = replace(
+            lock.ownership.options, marker=CompletionMarker(run, KEPT, asks_since=-math.inf)
         )
         done = False
         try:
             lock.acquire()
-            holding = acquisitions_of(lock)[0]
+            holding = lock.ownership.acquisitions[0]
             witness.body_began(holding)
             self._section(lock)
             done = draw() < 0.8  # else its message comes back by itself
@@ -236,30 +236,30 @@ class Worker:
         except AlreadyCompletedError:
             self.schedule.world.counts["dropped"] += 1
         finally:
-            release_all(lock, ended=done)
+            lock.ownership.release_all(ended=done)
         return draw() * 2 * self.pause
 
     def _rated(self, lock: Lock, wait: float) -> float:
         """Run a body that takes starts of rates; returns the s after which to take another one."""
         witness, draw, process = self.schedule.witness, self.random.random, self.process
-        rates = lock._options.rates or {}
+        rates = lock.ownership.options.rates or {}
         follows = draw() < 0.8
         before_starts = bool if follows else None  # nothing takes its time
-        lock._options = replace(lock._options, before_starts=before_starts)
+        lock.ownership.options = replace(lock.ownership.options, before_starts=before_starts)
         try:
-            with witness.waiting(process, wait, keys=2 * len(lock._options.resources)):
+            with witness.waiting(process, wait, keys=2 * len(lock.ownership.options.resources)):
                 lock.acquire()
             if follows:
                 slack = min(rate.slack for rate in rates.values())
                 process.clock.sleep(slack * self.random.choice((0.0, 0.5, 0.9, 2.0)) * draw())
-                begin_body(lock)
+                lock.ownership.begin_body()
             self._section(lock)
         except (LockTaken, QuorumUnreachable) as error:
-            release_all(lock)
+            lock.ownership.release_all()
             witness.starts.refused(process)
             return self._next(error.expires_in if isinstance(error, LockTaken) else None)
         finally:
-            release_all(lock)
+            lock.ownership.release_all()
         return draw() * 2 * self.pause
 
     def _next(self, expires_in: float | None) -> float:

@@ -5,7 +5,6 @@ Messages arrive at once, on ways that are open; on a closed way they wait until 
 
 from __future__ import annotations
 
-import functools
 import random
 from collections import deque
 from collections.abc import Callable
@@ -16,7 +15,7 @@ import hiredis
 
 from celery_redlock.errors import LockLost, NotAcquired
 from celery_redlock.lock.engine.acquirer import AlreadyCompletedError
-from celery_redlock.lock.lock import Lock, begin_body, release_all
+from celery_redlock.lock.lock import Lock
 from celery_redlock.lock.model.acquisition import Acquisition
 from celery_redlock.lock.model.keys import waiting_key
 from celery_redlock.lock.model.options import CompletionMarker, LockOptions, grace_period
@@ -96,7 +95,7 @@ class Actor:
         terms = {"ttl": self._stage.ttl, "renew": False, **terms}
         lock = self.process.redlock.lock(resource, **terms)
         before_starts = bool if body_follows else None  # nothing takes its time
-        lock._options = replace(lock._options, before_starts=before_starts)
+        lock.ownership.options = replace(lock.ownership.options, before_starts=before_starts)
         self.locks.append(lock)
         return lock
 
@@ -132,11 +131,11 @@ class Actor:
 
     def ends(self) -> Actor:
         """Release what it has acquired last, as the end of its run."""
-        return self._timed(lambda: release_all(self.lock, ended=True))
+        return self._timed(lambda: self.lock.ownership.release_all(ended=True))
 
     def begins(self) -> Actor:
         """Begin the body under what it has acquired last, if its rates let it."""
-        return self._timed(functools.partial(begin_body, self.lock))
+        return self._timed(self.lock.ownership.begin_body)
 
     def extends(self) -> Actor:
         """Renew what it has acquired last."""

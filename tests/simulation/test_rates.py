@@ -11,7 +11,6 @@ import pytest
 
 from celery_redlock.errors import LockTaken, QuorumUnreachable
 from celery_redlock.lock.engine.acquirer import TAKEN_AGAIN
-from celery_redlock.lock.lock import acquisitions_of
 from celery_redlock.lock.model.acquisition import Acquisition
 from celery_redlock.lock.model.keys import rate_keys
 from celery_redlock.lock.model.rate import Rate
@@ -204,7 +203,7 @@ def test_two_threads_that_release_at_once_give_back_every_start(step: int) -> No
     stage, rates = Stage(ttl=TTL), {"a": ONE, "b": ONE}
     a = stage.actor("A")
     a.tries(["a", "b"], rate=rates, body_follows=True)
-    a.beside().gives_up(acquisitions_of(a.lock)[0], 0.5)
+    a.beside().gives_up(a.lock.ownership.acquisitions[0], 0.5)
     a.process.stop_after(step, 1.0)
     a.releases()
     stage.at(5)

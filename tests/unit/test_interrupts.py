@@ -16,6 +16,7 @@ from celery.utils.dispatch import Signal
 
 from celery_redlock import Lock, LockedTask, Redlock, signals
 from celery_redlock.lock.engine.releaser import Releaser
+from celery_redlock.lock.ownership import Ownership
 from celery_redlock.lock.platform.threads import is_uninterruptible
 from celery_redlock.tasks.body import UNINTERRUPTIBLE_MODULES, MonitoredBody, running_bodies
 from celery_redlock.tasks.execution.end import end_run, release_after_run
@@ -26,7 +27,8 @@ from celery_redlock.tasks.unique.rounds import ClaimRelease
 from celery_redlock.testing import locking_off
 
 RELEASES = [
-    Lock.release, Lock.__exit__, Redlock.__exit__, Releaser.release, Releaser.roll_back,
+    Lock.release, Lock.__exit__, Ownership.release, Ownership.release_hold, Redlock.__exit__,
+    Releaser.release, Releaser.roll_back,
     Releaser.roll_back_last, Releaser.release_if_abandoned, Releaser.release_hold, Claim.give_up,
     Claim.confirm, ClaimRelease.send, ClaimToken.release, release_after_run, end_run, end_claim,
     LockedRun.release,

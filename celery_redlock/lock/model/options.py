@@ -88,6 +88,11 @@ class LockOptions:
     on_lost: Callable[[LockLost], object] | None = None
     is_hold: bool = False
 
+    @property
+    def resource(self) -> str:
+        """The name of the resource, as errors show it."""
+        return ", ".join(self.resources)
+
 
 @dataclass(frozen=True)
 class ClientOptions:

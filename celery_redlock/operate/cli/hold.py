@@ -29,7 +29,7 @@ from celery_redlock.errors import (
 )
 from celery_redlock.label import label_of_operator
 from celery_redlock.lock.client import Redlock
-from celery_redlock.lock.lock import Lock, acquisitions_of
+from celery_redlock.lock.lock import Lock
 from celery_redlock.lock.model.keys import MARK
 from celery_redlock.lock.model.lease import Lease
 from celery_redlock.lock.model.options import LockOptions
@@ -107,7 +107,7 @@ class ResourceHold:
 
     @property
     def _leases(self) -> list[Lease]:
-        found = [] if self._lock is None else acquisitions_of(self._lock)
+        found = [] if self._lock is None else self._lock.ownership.acquisitions
         return [lease for one in found for lease in one.leases]
 
     @property

@@ -23,7 +23,7 @@ from celery_redlock.errors import (
 )
 from celery_redlock.label import label_of_run
 from celery_redlock.lock.engine.acquirer import AlreadyCompletedError, SupersededError
-from celery_redlock.lock.lock import Lock, begin_body, loss_of, release_all
+from celery_redlock.lock.lock import Lock
 from celery_redlock.lock.model.keys import in_order
 from celery_redlock.lock.model.options import CompletionMarker, LockOptions
 from celery_redlock.lock.platform.threads import uninterruptible
@@ -206,11 +206,13 @@ class LockedRun:
                 check_not_superseded(delivery)
                 self._end_claim_at_start()
             if self.keys.rates and delivery.cancelled is None:
-                begin_body(self.lock)  # last: whatever takes its time would delay the body
+                # last: whatever takes its time would delay the body
+                self.lock.ownership.begin_body()
         except NotAcquired as refusal:
             registered.pop(RUN, None)
             self.is_reported = False
-            release_all(self.lock)  # it may have been granted, and a node failed after that
+            # it may have been granted, and a node failed after that
+            self.lock.ownership.release_all()
             before = delivery.header.deferral
             at = time_of_nodes(delivery.task.app)
             found = Refusal(refusal, at, self.options, self.keys.resources, self.call, before)
@@ -319,7 +321,7 @@ class LockedRun:
         except (Ignore, Reject, Retry):
             raise
         except Exception:
-            is_lost = acks_late and loss_of(self.lock) is not None
+            is_lost = acks_late and self.lock.ownership.loss() is not None
             is_done = is_lost and is_completed_since(delivery, began)
             # if none is stored, this body stored a state of its own over it: a final one follows
             if is_done and delivery.reporter.has_final_state(if_none_wanted=True):
@@ -335,7 +337,7 @@ class LockedRun:
         """
         registered = self.delivery.request.__dict__
         if RUN in registered:
-            release_all(self.lock, ended=completed)
+            self.lock.ownership.release_all(ended=completed)
             registered.pop(RUN, None)  # last: if this is cut before, task_postrun releases again
 
 

@@ -39,7 +39,7 @@ MUTANTS = (
            "return name_of_rate(resource), found", "return name_of_lock(resource), 1"),
     Mutant("a run begins its body without a start",
            "tasks.execution.run:LockedRun._try_to_acquire", "integration/test_rate.py::no_period",
-           "begin_body(self.lock)", "pass"),
+           "self.lock.ownership.begin_body()", "pass"),
     Mutant("a message whose rate is used up tries by its backoff",
            "tasks.execution.deferral:countdown_of", "unit/test_contention.py::next_start",
            "return min(cap, max(ends, countdown)) if refusal.rate else min(countdown, ends)",

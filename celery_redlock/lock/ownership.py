@@ -1,0 +1,200 @@
+"""`Ownership`: the acquires of one `Lock` that are not released yet, and how they are released.
+
+Some of it is for what runs under a lock: a run that was interrupted cannot know what it holds, and
+a process may hang. Not here: the public object (`lock.py`), and the tries of an acquire
+(`retry.py`).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+
+from celery_redlock.errors import HELD_BY_PARENT, NEVER_ACQUIRED, RELEASED, LockLost, RedlockError
+from celery_redlock.lock.engine.session import Session
+from celery_redlock.lock.model.acquisition import Acquisition, Hold, Owner
+from celery_redlock.lock.model.options import LockOptions
+from celery_redlock.lock.platform.threads import uninterruptible
+
+logger = logging.getLogger(__name__)
+
+
+class Ownership:
+    """What one `Lock` has acquired: all of it has one owner (thread, greenlet, asyncio task).
+
+    options: of the lock. holds: one for each acquire that is not released yet. last: the last
+    acquire that succeeded, to report why it has ended.
+    """
+
+    def __init__(self, session: Session, options: LockOptions) -> None:
+        self.options = options
+        self.holds: list[Hold] = []
+        self.last: Hold | None = None
+        self._session = session
+        self._clock = session.clock
+
+    # what is held
+
+    @property
+    def acquisitions(self) -> list[Acquisition]:
+        """What the last acquire relies on; in a forked child, nothing."""
+        holds = self.holds
+        if not holds or holds[0].owner[0] != os.getpid():
+            return []
+        return holds[-1].acquisitions
+
+    @property
+    def held(self) -> bool:
+        """Whether the lock is held now, computed locally, without network I/O."""
+        acquisitions = self.acquisitions
+        now = self._clock.now()
+        for one in acquisitions:  # no generator: asked around each body
+            if not one.held(now):
+                return False
+        return bool(acquisitions)
+
+    def loss(self) -> LockLost | None:
+        """Return the error for a lost lock; None if the lock is held or released."""
+        if self.held:  # first: asked before and after each body, and nearly always so
+            return None
+        now = self._clock.now()
+        if any(one.lost(now) for one in self.acquisitions):
+            return LockLost(self.options.resource, self.why_not_held())
+        return None
+
+    def why_not_held(self) -> str:
+        """Return why the lock is not held, as a sentence of an error says it."""
+        if self.last is None:
+            return NEVER_ACQUIRED
+        acquisitions = self.acquisitions
+        if not acquisitions:
+            return HELD_BY_PARENT if self.holds else RELEASED
+        now = self._clock.now()
+        return next((one.reason for one in acquisitions if one.lost(now)), RELEASED)
+
+    def renew_for(self, seconds: float) -> None:
+        """Have the lock renewed for this many seconds from now, and no longer, until called again.
+
+        A process that hangs calls this no more, so it loses the lock.
+        """
+        now = self._clock.now()
+        for acquisition in self.acquisitions:
+            acquisition.renew_until(now + seconds, now)
+            self._session.watchdog.reschedule(acquisition)
+
+    def begin_body(self) -> None:
+        """Count the starts of the lock's rates: its body begins now.
+
+        Raises NotAcquired if a start came too late and is not to be had again.
+        """
+        for one in self.acquisitions:
+            if one.options is self.options:
+                failure = self._session.acquirer.begin_body(one)
+                if failure is not None:
+                    raise failure
+
+    # whose it is
+
+    def enter(self, hold: Hold) -> None:
+        """Add an acquire that begins. Raises RedlockError if the lock has another owner."""
+        if self.holds:
+            self.check_owner(hold.owner)
+        self.holds.append(hold)
+        self.check_owner(hold.owner)  # again: another thread may have been first
+
+    def check_owner(self, owner: Owner) -> None:
+        """Raise if another owner has acquired the lock. The first hold's owner is the owner."""
+        first = self.holds[:1]  # in one step: another thread may remove the hold meanwhile
+        if not first or first[0].owner is owner:
+            return
+        known = first[0].owner
+        if known[0] != owner[0]:
+            self.holds.clear()  # a forked child holds none of its parent's locks
+        elif known != owner:
+            raise RedlockError(
+                f"the lock on {self.options.resource!r} belongs to another thread, greenlet or "
+                "task: make one Lock for each"
+            )
+
+    # its release
+
+    @uninterruptible
+    def release(self) -> None:
+        """Release the last acquire, as `Lock.release` says. Raises RedlockError."""
+        # without a call, so that no asynchronous exception is raised before `try`
+        if self.last is None:
+            resource = self.options.resource
+            raise RedlockError(f"{resource!r} was never acquired: call acquire() first")
+        last = self.holds[-1:]
+        held: list[Acquisition] = []
+        lost: list[Acquisition] = []
+        try:  # without a loop: see `JobQueue.go_on`
+            hold = last[0] if last else None
+            owner = self._session.current_owner()
+            if hold is None or hold.owner[0] != owner[0] or not hold.acquisitions:
+                return  # released already, or a forked child, which has none of its parent's locks
+            self.check_owner(owner)
+            self._sort(hold, held, lost)
+            self.release_hold(hold)
+        except RedlockError:
+            raise
+        except BaseException:  # an interrupted release must not leave a lock that is still renewed
+            self.release_holds(last)
+            raise
+        events = self._session.events
+        for acquisition in held:
+            events.released(acquisition)
+        for acquisition in lost:
+            extra = {"event": "lock_released_lost", "resource": acquisition.resource}
+            text = "released %r after it was lost: %s"
+            logger.warning(text, acquisition.resource, acquisition.reason, extra=extra)
+            events.lost_soon(acquisition, acquisition.reason)
+
+    @uninterruptible
+    def _sort(self, hold: Hold, held: list[Acquisition], lost: list[Acquisition]) -> None:
+        """Add what no other hold relies on to what is held, or to what was lost just now."""
+        now = self._clock.now()
+        for one in hold.acquisitions:
+            if one.users == 1:
+                (held if one.held(now) else lost if one.expire(now) else []).append(one)
+
+    @uninterruptible
+    def release_hold(self, hold: Hold) -> None:
+        """Release the acquisitions of a hold, and forget the hold."""
+        releaser = self._session.releaser
+        try:
+            releaser.release_hold(hold)
+        except BaseException:
+            releaser.release_hold(hold)  # again: the exception may have come before the write
+            raise
+        finally:
+            if hold in self.holds:  # otherwise an exception interrupted `enter`
+                self.holds.remove(hold)
+
+    @uninterruptible
+    def release_holds(self, holds: Sequence[Hold]) -> None:
+        """Release holds that an interrupted release may have left."""
+        for hold in holds:
+            if hold in self.holds and hold.owner[0] == os.getpid():
+                self.release_hold(hold)
+
+    def release_all(self, *, ended: bool = False) -> None:
+        """Release the lock as often as it has been acquired.
+
+        ended: the run under the lock has ended. This is recorded even if the lock was released or
+        lost.
+        """
+        last = self.last
+        if ended and last is not None:
+            own = [one for one in last.acquisitions if one.options is self.options]
+            for acquisition in own:  # not outer acquisitions, whose runs have not ended
+                if acquisition.ended_at is None:
+                    acquisition.ended_at = self._clock.now()
+                if last not in self.holds:
+                    self._session.releaser.release(acquisition, publish=False)
+        while self.holds:
+            before = len(self.holds)
+            self.release()
+            if len(self.holds) == before:  # the parent's hold in a forked child, or no request
+                return
