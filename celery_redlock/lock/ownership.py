@@ -127,15 +127,15 @@ class Ownership:
             resource = self.options.resource
             raise RedlockError(f"{resource!r} was never acquired: call acquire() first")
         last = self.holds[-1:]
-        held: list[Acquisition] = []
-        lost: list[Acquisition] = []
         try:  # without a loop: see `JobQueue.go_on`
-            hold = last[0] if last else None
             owner = self._session.current_owner()
-            if hold is None or hold.owner[0] != owner[0] or not hold.acquisitions:
-                return  # released already, or a forked child, which has none of its parent's locks
+            if not last:
+                return  # released already
+            hold = last[0]
+            if hold.owner[0] != owner[0] or not hold.acquisitions:
+                return  # a forked child has none of its parent's locks; or nothing is acquired yet
             self.check_owner(owner)
-            self._sort(hold, held, lost)
+            held, lost = self._ended_by(hold)
             self.release_hold(hold)
         except RedlockError:
             raise
@@ -152,12 +152,25 @@ class Ownership:
             events.lost_soon(acquisition, acquisition.reason)
 
     @uninterruptible
-    def _sort(self, hold: Hold, held: list[Acquisition], lost: list[Acquisition]) -> None:
-        """Add what no other hold relies on to what is held, or to what was lost just now."""
+    def _ended_by(self, hold: Hold) -> tuple[list[Acquisition], list[Acquisition]]:
+        """Return what the release of a hold ends: what is held now, and what was lost before.
+
+        It does not end outer acquisitions, on which other holds rely. What is neither held nor lost
+        has been released already.
+        """
+        held: list[Acquisition] = []
+        lost: list[Acquisition] = []
         now = self._clock.now()
-        for one in hold.acquisitions:
-            if one.users == 1:
-                (held if one.held(now) else lost if one.expire(now) else []).append(one)
+        for acquisition in hold.acquisitions:
+            if acquisition.users != 1:  # none: an interrupted release has begun to end it
+                continue
+            if acquisition.held(now):
+                held.append(acquisition)
+                continue
+            reason = acquisition.expire(now)
+            if reason is not None:
+                lost.append(acquisition)
+        return held, lost
 
     @uninterruptible
     def release_hold(self, hold: Hold) -> None:

@@ -77,14 +77,22 @@ def test_a_release_that_is_cut_as_it_is_sent_again_arrives(
     see_all_freed(nodes)
 
 
-@pytest.mark.parametrize("leave", [Lock.release, lambda lock: lock.__exit__(None, None, None)])
+def leave_block(lock: Lock) -> None:
+    lock.__exit__(None, None, None)
+
+
+def end_run(lock: Lock) -> None:
+    lock.ownership.release_all()
+
+
+@pytest.mark.parametrize("leave", [Lock.release, leave_block, end_run])
 def test_a_lock_whose_object_is_kept_is_given_back_though_its_release_is_cut(
     lasting_redlock: Redlock, nodes: Nodes, leave: Callable[[Lock], None]
 ) -> None:
     """But at the first point: nothing of ours has begun by then, and who is cut has to know."""
     redlock = lasting_redlock
     kept: list[Lock] = []
-    begin = "release" if leave is Lock.release else "__exit__"
+    begin = "__exit__" if leave is leave_block else "release"
     for at in itertools.count(2):
         kept.append(redlock.lock(f"r{at}", ttl=LASTING).acquire())
         if not cut(lambda: leave(kept[-1]), at, ABOVE, begin):

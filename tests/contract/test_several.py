@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from celery_redlock import Lock, LockLost, LockTaken, Redlock, RedlockError, SettingsError
-from celery_redlock.signals import lock_lost
+from celery_redlock.signals import lock_lost, lock_released
 from celery_redlock.testing import FakeNode, fake_nodes
 from tests.conftest import (
     NODE_TIMEOUT,
@@ -82,6 +82,15 @@ class TestNested:
             assert outer.held
             assert not rival.lock("r").try_acquire()
         see_freed(nodes, "r")
+
+    def test_its_release_is_told_once_as_the_outer_one_is_released(self, redlock: Redlock) -> None:
+        told: list[str] = []
+        with receiving(lock_released, lambda sender, event: told.append(event.resource)):
+            with redlock.lock("r"):
+                with redlock.lock("r"):
+                    pass
+                assert told == []
+            assert told == ["r"]
 
     def test_another_thread_does_not_share_it(self, redlock: Redlock) -> None:
         with redlock.lock("r", wait=60):
