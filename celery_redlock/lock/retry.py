@@ -48,6 +48,42 @@ Move = Callable[[], Failure | None] | tuple[Caller | None, float]
 Moves = Generator[Move, Any, Failure | None]
 
 
+class Wait:
+    """One wait of a caller for a lock that was refused. Times are monotonic seconds.
+
+    until: its end. failure: of the last try; None once the caller has the lock. tried_at: when that
+    try began. tries: how many were not ended by a question alone. quiet_until: until then the
+    caller sleeps, whoever wakes it. hopeless_at: it gives up after a try that is later.
+    """
+
+    __slots__ = (
+        "_quiet", "caller", "failure", "hopeless_at", "quiet_until", "tried_at", "tries", "until"
+    )  # fmt: skip
+
+    def __init__(self, caller: Caller, first: Failure, now: float, until: float) -> None:
+        self.caller = caller
+        self.failure: Failure | None = first
+        self.until = until
+        self.tries = 0
+        self.hopeless_at = now + HOPELESS
+        self._quiet = 0.0
+        self.note_try(first, now)
+
+    def note_try(self, failure: Failure | None, now: float) -> None:
+        """Note what became of a try that began at `now`."""
+        if failure is not self.failure:  # otherwise it is still another one's turn
+            self.tries += 1
+        self.failure = failure
+        self.tried_at = now
+        is_unclear = isinstance(failure, LockTaken) and failure.is_unclear
+        self._quiet = unclear_pause(self._quiet) if is_unclear else 0.0
+        self.quiet_until = min(now + self._quiet, self.until)
+
+    def wakes_at(self, look_at: float) -> float:
+        """Return when the caller wakes up by itself. look_at: when it looks without a step."""
+        return max(min(look_at, self.caller.due), self.quiet_until)
+
+
 class Attempts:
     """The tries of one acquire. They leave out resources that the owner holds already."""
 
@@ -170,53 +206,56 @@ class Attempts:
         """
         session = self._session
         clock = self._clock
-        hold = self._hold
+        caller = self._join(first)
+        wait = Wait(caller, first, clock.now(), until)
+        while wait.failure is not None and (now := clock.now()) < until:
+            caller.decided = False  # before it looks at its plan: a wake-up may come from now on
+            if not self._is_hopeless(wait.failure):
+                wait.hopeless_at = now + HOPELESS
+            # not `now`: a pause of the process must not count
+            if session.is_closed or wait.tried_at > wait.hopeless_at:
+                break
+            look_at = min(now + self._pause(wait), until)
+            yield caller, wait.wakes_at(look_at) - now
+            now = clock.now()
+            step = self._due_step(wait, look_at, now)
+            if step is not None:
+                failure = yield functools.partial(self._act, wait, step)
+                wait.note_try(failure, now)
+        session.callers.leave(caller, acquired=wait.failure is None)
+        self._hold.end_wait = None
+        return wait.failure
+
+    def _join(self, first: Failure) -> Caller:
+        """Return a new caller, which waits with the others of this process for what refused it."""
+        session = self._session
         key = self._keys[0]
         since = 0.0 if self._options.is_hold else session.guard.wall()
         caller = Caller(name_of_lock(key.resource), key.limit, since)
         if self._is_of_another(first, caller):
             caller.name, caller.limit = _awaited_of(first)
-        # before it joins, so that an exception ends its wait
-        hold.end_wait = lambda: session.callers.leave(caller)  # a forked child has its own callers
+        # before it joins, so that an exception ends its wait; a forked child has its own callers
+        self._hold.end_wait = lambda: session.callers.leave(caller)
         session.callers.join(caller)
-        if (
-            isinstance(caller.limit, int) and caller.limit > 1
-        ):  # rivals that kept each other from a permit announce no roll-back
-            caller.plan(Step(LOOK), clock.now() + random.uniform(TURN, 2 * TURN))  # noqa: S311
-        failure: Failure | None = first
-        tried_at = clock.now()
-        hopeless_at = clock.now() + HOPELESS
-        tries = 0
-        quiet = unclear_pause(0.0) if _is_unclear(first) else 0.0
-        while failure is not None and (now := clock.now()) < until:
-            caller.decided = False  # before it looks at its plan: a wake-up may come from now on
-            if session.is_closed:
-                break
-            if not self._is_hopeless(failure):
-                hopeless_at = now + HOPELESS
-            elif tried_at > hopeless_at:  # not `now`: a pause of the process must not count
-                break
-            split = hold.pause_of_split()
-            pause = self._pause(caller, failure, tries) if split is None else split
-            moment = min(now + pause, until)
-            quiet_until = min(tried_at + quiet, until)
-            yield caller, max(min(moment, caller.due), quiet_until) - now
-            now = clock.now()
-            if now < quiet_until:  # what it gave back itself has named it
-                continue
-            step = caller.take_step(now)
-            if step is None and (now < moment or self._is_seen(caller, now, until)):
-                continue  # it was woken for a plan, or as the first one; or it need not look
-            if step is not None and step.named_at is not None:
-                hold.splits = 0
-            tried_at = now
-            before = failure
-            failure = yield functools.partial(self._act, caller, failure, step, until)
-            tries += failure is not before
-            quiet = unclear_pause(quiet) if _is_unclear(failure) else 0.0
-        session.callers.leave(caller, acquired=failure is None)
-        hold.end_wait = None
-        return failure
+        if isinstance(caller.limit, int) and caller.limit > 1:
+            # rivals that kept each other from a permit announce no roll-back
+            caller.plan(Step(LOOK), self._clock.now() + random.uniform(TURN, 2 * TURN))  # noqa: S311
+        return caller
+
+    def _due_step(self, wait: Wait, look_at: float, now: float) -> Step | None:
+        """Return why a caller that sleeps no more acts now; None if it sleeps again.
+
+        look_at: the monotonic second at which it looks without a step.
+        """
+        caller = wait.caller
+        if now < wait.quiet_until:  # what it gave back itself has named it
+            return None
+        step = caller.take_step(now)
+        if step is not None:
+            return step
+        if now < look_at or self._is_seen(caller, now, wait.until):
+            return None  # it was woken for a plan, or as the first one; or it need not look
+        return Step(LOOK)
 
     def _is_of_another(self, failure: Failure, caller: Caller) -> TypeGuard[LockTaken]:
         """Return whether something else was refused than the caller waits for."""
@@ -243,17 +282,18 @@ class Attempts:
         crowd = max(1.0, self._session.callers.count / CROWD)
         return min(LONGEST_DEAF * crowd, REGISTERED_FOR / 2)  # each look registers it again
 
-    def _act(
-        self, caller: Caller, failure: Failure, step: Step | None, until: float
-    ) -> Failure | None:
+    def _act(self, wait: Wait, step: Step) -> Failure | None:
         """Try, unless the nodes say that the lock is taken or that it is another one's turn."""
         callers = self._session.callers
+        caller = wait.caller
+        failure = wait.failure
         caller.looked_at = now = self._clock.now()
-        is_named = step is not None and step.named_at is not None and not step.passed
+        if step.named_at is not None:
+            self._hold.splits = 0
+        is_named = step.named_at is not None and not step.passed
         # the question takes as long as a node timeout, and so does the try
-        is_last = now + self._session.nodes.timeout >= until
+        is_last = now + self._session.nodes.timeout >= wait.until
         if not (is_named or is_last or self._hold.splits) and isinstance(failure, LockTaken):
-            step = step or Step(LOOK)
             place = callers.inbox.place(caller.name, caller.limit, step.passed)
             move = None if place is None else next_move(place, step)
             if isinstance(move, AskAgain):
@@ -271,10 +311,15 @@ class Attempts:
             callers.inbox.changed(caller.name, anew=True)
         return refusal
 
-    def _pause(self, caller: Caller, failure: Failure, tries: int) -> float:
+    def _pause(self, wait: Wait) -> float:
         """Return the seconds until the caller looks by itself: random, so not all at once."""
+        split = self._hold.pause_of_split()
+        if split is not None:
+            return split
         uniform = random.uniform
         callers = self._session.callers
+        caller = wait.caller
+        failure = wait.failure
         if callers.first_of(caller) is not caller:
             return uniform(1.0, 2.0) * max(1.0, len(callers.line(caller.name)) / CROWD)
         is_rate = isinstance(caller.limit, Rate)
@@ -283,7 +328,7 @@ class Attempts:
         elif callers.inbox.is_listening and isinstance(failure, LockTaken):
             spin = uniform(0.2, 1.0) * self._longest_look()
         else:
-            spin = uniform(0.001, min(LONGEST_SPIN, FIRST_SPIN * 2 ** min(tries, 16)))
+            spin = uniform(0.001, min(LONGEST_SPIN, FIRST_SPIN * 2 ** min(wait.tries, 16)))
         ends = failure.expires_in if isinstance(failure, LockTaken) else None
         spread = AFTER_START if is_rate else FIRST_SPIN
         return spin if ends is None else min(spin, ends + uniform(0, spread))
@@ -300,7 +345,3 @@ class Attempts:
 
 def _awaited_of(refusal: LockTaken) -> tuple[str, int | Rate]:
     return awaited(refusal.resource, refusal.limit, refusal.rate)
-
-
-def _is_unclear(failure: Failure | None) -> bool:
-    return isinstance(failure, LockTaken) and failure.is_unclear

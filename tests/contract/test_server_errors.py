@@ -466,6 +466,15 @@ def test_a_trouble_costs_one_vote_and_is_told_once_as_the_table_says(
                 assert lock.held
 
 
+@REDIS_SERVER
+def test_a_caller_waits_not_for_nodes_that_refuse_its_password(nodes: Nodes) -> None:
+    urls = [f"redis://nobody:wrong@127.0.0.1:{node.port}" for node in nodes]
+    with ThreadPoolExecutor() as pool, over(urls) as made:
+        waiting = pool.submit(made.lock("r", wait=3600).acquire)
+        with pytest.raises(QuorumUnreachable, match="WRONGPASS"):
+            waiting.result(60)
+
+
 def test_a_replica_fails_once_and_recovers_once_it_is_a_primary(
     shared_node: EmbeddedNode, nodes: Nodes
 ) -> None:

@@ -23,7 +23,7 @@ MUTANTS = (
            "lock.engine.acquirer:Acquirer.new_lease", f"{TESTS}::drains_a_semaphore",
            "MARK * options.is_hold + ", ""),
     Mutant("a hold waits behind who came before it",
-           "lock.retry:Attempts._wait", f"{TESTS}::before_all_that_wait",
+           "lock.retry:Attempts._join", f"{TESTS}::before_all_that_wait",
            "0.0 if self._options.is_hold else session.guard.wall()", "session.guard.wall()"),
     Mutant("a permit that one node lacks counts as free",
            f"{HOLD}._awaited", f"{TESTS}::leave_no_quorum",
