@@ -151,9 +151,14 @@ class Acquirer:
         request = core.requests.acquire(lease, options, least)
         is_suffixed = True
         is_dated = bool(least)
-        return self._run(
-            round_, Command(request, round_, GRANT, is_suffixed, is_dated), lease, acquisition
-        )
+        command = Command(request, round_, GRANT, is_suffixed, is_dated)
+        failure = self._run(round_, command, lease, acquisition)
+        if failure is not None:
+            self._note_holders(round_, lease)
+            tally = round_.tally
+            if is_split(round_.holders, tally.unheard, tally.quorum):
+                acquisition.was_split = True  # rivals share the nodes, and none has got the lock
+        return failure
 
     def _run(
         self, round_: AcquireRound, command: Command, lease: Lease, acquisition: Acquisition
@@ -184,7 +189,13 @@ class Acquirer:
         has_counters = lease.fence is None or self._has_counters(lease.fence, round_)
         if round_.tally.reached and has_counters and lease.begin(clock.now()):
             return None
-        return self._failed(round_, lease, acquisition, time_is_up=time_is_up)
+        return self._failed(round_, lease, time_is_up=time_is_up)
+
+    def _note_holders(self, round_: AcquireRound, lease: Lease) -> None:
+        """Learn the clocks of nodes that refused; release what they granted to us too late."""
+        for node, other in round_.held_by.items():
+            self.core.guard.learn_time(node, other.wall, lease.sent)
+            self._releaser.release_late_grant(node, other.value)
 
     def _lock_permit(self, acquisition: Acquisition, key: LockKey) -> Failure | None:
         """Try to get one permit of a key, in at most two rounds.
@@ -238,7 +249,10 @@ class Acquirer:
         marker = options.marker
         round_ = PermitRound(lease, nodes.send_to, marker, request, asked)
         lease.sent = self._clock.now()
-        return self._run(round_, round_.command(asked), lease, acquisition), round_
+        failure = self._run(round_, round_.command(asked), lease, acquisition)
+        if failure is not None:
+            self._note_holders(round_, lease)
+        return failure, round_
 
     def _take_starts(self, acquisition: Acquisition, rates: Mapping[str, Rate]) -> Failure | None:
         """Take a start of the rate of each key, in the order of the keys."""
@@ -323,30 +337,20 @@ class Acquirer:
             self.core.guard.on_error_reply(self.core.nodes.all[node], IMPLAUSIBLE)
         return fence.has_quorum
 
-    def _failed(
-        self, round_: AcquireRound, lease: Lease, acquisition: Acquisition, *, time_is_up: bool
-    ) -> Failure:
+    def _failed(self, round_: AcquireRound, lease: Lease, *, time_is_up: bool) -> Failure:
+        """Return the error for a round that did not get its key."""
         resource = lease.key.resource
         nodes = self.core.nodes
-        tally = round_.tally
-        values = round_.holders
-        is_taken = tally.taken(time_is_up=time_is_up)
-        if not isinstance(lease, Start):  # nobody holds a start
-            for node, other in round_.held_by.items():
-                self.core.guard.learn_time(node, other.wall, lease.sent)
-                self._releaser.release_late_grant(node, other.value)
-            if lease.key.limit == 1 and is_split(values, tally.unheard, tally.quorum):
-                acquisition.was_split = True  # rivals share the nodes, and none has got the lock
-        elif is_taken:
+        if not round_.tally.taken(time_is_up=time_is_up):
+            causes = round_.causes(nodes.all, time_is_up=time_is_up)
+            return QuorumUnreachable(resource, causes, nodes.quorum)
+        if isinstance(lease, Start):  # nobody holds a start
             return LockTaken(resource, "", round_.expires_in(), rate=str(lease.key.rate))
-        if is_taken:
-            # the one that most of the refusing nodes have is shown
-            holder, _, ttl, _ = parts_of(max(values, key=values.count, default=""))
-            limit = lease.key.limit
-            return LockTaken(resource, holder, round_.expires_in(), ttl=ttl, limit=limit)
-        return QuorumUnreachable(
-            resource, round_.causes(nodes.all, time_is_up=time_is_up), nodes.quorum
-        )
+        values = round_.holders
+        # the one that most of the refusing nodes have is shown
+        holder, _, ttl, _ = parts_of(max(values, key=values.count, default=""))
+        limit = lease.key.limit
+        return LockTaken(resource, holder, round_.expires_in(), ttl=ttl, limit=limit)
 
     def confirm_fencing_token(self, acquisitions: Sequence[Acquisition]) -> Failure | None:
         """Have the keys' common token confirmed for each: later holders of one get a larger one."""
