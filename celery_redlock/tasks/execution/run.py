@@ -61,12 +61,13 @@ class LockedRun:
 
     lock: what it holds, unset before it asks for it. no_limit: what the limits or rates of
     a redelivery have raised. unlocked: it runs without a lock, as on_unreachable="run" says.
+    unsent: the last try to republish the message has failed, and only this process has it.
     body_began, outcome_stored: set just before the body, and before a hook of the user's.
     """
 
     __slots__ = (
         "args", "arrivals", "body_began", "call", "delivery", "done_ttl", "is_reported", "keys",
-        "kwargs", "lock", "no_limit", "options", "outcome_stored", "token", "unlocked",
+        "kwargs", "lock", "no_limit", "options", "outcome_stored", "token", "unlocked", "unsent",
     )  # fmt: skip
 
     arrivals: Arrivals | None
@@ -86,6 +87,7 @@ class LockedRun:
         self.unlocked = False
         self.outcome_stored = False
         self.no_limit = None
+        self.unsent: NotRepublishedError | None = None
         self.body_began = False
         self.is_reported = False  # STARTED is stored and sent, or need not be
         outer = sys.exc_info()[1]
@@ -148,41 +150,55 @@ class LockedRun:
         """Acquire the lock, or end this delivery; return without a lock if `unlocked` is set.
 
         A message that the broker does not take back stays in its slot: it waits for its lock there
-        between the tries to republish it. A soft time limit is one on the body, which has not
-        begun. If the worker stops, the message ends as FAILURE, for whoever waits for the result.
+        between the tries to republish it. If the worker stops, the message ends as FAILURE, for
+        whoever waits for the result.
         """
         if self.token is not None:
             task = self.delivery.task
             self.token.mark_superseded(redlock_of(task.app).session, task.name)
-        unsent: NotRepublishedError | None = None
-        before = 0.0
         pause = 0.0
-        is_over = False
         try:
-            while not is_over:
-                try:
-                    if unsent is not None:
-                        pause = outcomes.pause_in_slot(self.delivery, unsent, before)
-                    self._try_to_acquire(pause)
-                    is_over = True
-                except NotRepublishedError as error:
-                    unsent = error
-                    before = pause
-                    delivery = self.delivery
-                    # it goes on in its slot as if the message had come back
-                    self.delivery = Delivery(delivery.task, delivery.request, error.header)
-                except SoftTimeLimitExceeded:
-                    if unsent is None:
-                        raise
+            self._try_once(pause)
+            while self.unsent is not None:
+                pause = self._try_in_slot(self.unsent, pause)
+        except Exception:
+            raise
         except BaseException as end:
             # the worker stops, or this greenlet is killed, and nobody else has the message
-            if unsent is not None and not isinstance(end, Exception):
-                lost = f"not republished: {type(end).__name__}, and {unsent.reason}"
+            if self.unsent is not None:
+                lost = f"not republished: {type(end).__name__}, and {self.unsent.reason}"
                 self.delivery.reporter.message_lost(RedlockError(lost))
             raise
 
+    def _try_in_slot(self, unsent: NotRepublishedError, before: float) -> float:
+        """Wait in the slot, and try; return the seconds of the wait. before: those of the last one.
+
+        A soft time limit is one on the body, which has not begun: it ends this try alone.
+        """
+        try:
+            pause = outcomes.pause_in_slot(self.delivery, unsent, before)
+            self._try_once(pause)
+        except SoftTimeLimitExceeded:
+            return before
+        return pause
+
+    def _try_once(self, wait_in_slot: float) -> None:
+        """Try to acquire; if the broker then does not take the message back, set `unsent`."""
+        try:
+            self._try_to_acquire(wait_in_slot)
+            self.unsent = None
+        except NotRepublishedError as error:
+            self.unsent = error
+            delivery = self.delivery
+            # it goes on in its slot as if the message had come back
+            self.delivery = Delivery(delivery.task, delivery.request, error.header)
+
     def _try_to_acquire(self, wait_in_slot: float) -> None:
-        """Do so once; wait_in_slot: seconds, of a message that the broker did not take back."""
+        """Acquire the lock, or end this delivery.
+
+        wait_in_slot: seconds, of a message that the broker did not take back. Raises
+        NotRepublishedError if it does not take it back now.
+        """
         delivery = self.delivery
         is_unique = self.token is not None
         marker = completion_marker(delivery, self.done_ttl, is_unique=is_unique)
