@@ -30,11 +30,9 @@ from celery_redlock import anchors
 from celery_redlock.tasks.children.reaper import announce_end
 from celery_redlock.tasks.delivery.delivery import (
     ARGUMENTS,
-    HAS_ROOM,
-    NAMED_AT,
-    NESTED,
-    RECEIVED,
+    SEEN,
     Delivery,
+    Seen,
     received_at,
     utc_now,
 )
@@ -84,16 +82,18 @@ class Request(celery.worker.request.Request):
         super().__init__(message, **options)
         carried = self.request_dict
         info = message.delivery_info or {}
-        seen_here: dict[str, Any] = {  # each of them, for a sender may write these names as well
-            RECEIVED: received_at(self.eta),
-            QUEUE: info.get(QUEUE),
-            NAMED_AT: None,
-            HAS_ROOM: any(rooms_of(self.app)),
-            NESTED: "headers" in carried and not options.get("decoded"),
-        }
+        seen = Seen(
+            received=received_at(self.eta),
+            queue=info.get(QUEUE),
+            named_at=None,
+            has_room=any(rooms_of(self.app)),
+            nested="headers" in carried and not options.get("decoded"),
+        )
+        # a new mapping: the message's own may go back to the broker. A sender may write the name
+        properties = {**carried["properties"], SEEN: seen}
         if self.content_type is not None:  # most brokers' properties leave it out
-            seen_here["content_type"] = self.content_type
-        carried["properties"] = {**carried["properties"], **seen_here}
+            properties["content_type"] = self.content_type
+        carried["properties"] = properties
         if HEADER in carried:
             self._ask(self._restore_route)
 

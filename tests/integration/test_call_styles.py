@@ -32,7 +32,7 @@ from celery_redlock import (
     current_lock,
 )
 from celery_redlock.errors import NoRunError
-from celery_redlock.tasks.delivery.delivery import Delivery
+from celery_redlock.tasks.delivery.delivery import SEEN, Delivery
 from celery_redlock.tasks.delivery.route import Route, queue_of
 from celery_redlock.testing import locking_off
 from tests import fork_server
@@ -708,7 +708,7 @@ def test_a_retry_keeps_the_calls_options_beside_a_header_called_headers(app: Cel
 
     carried = {"options": {"ttl": 9}, "id": "1"}
     message = {"id": "1", "retries": 0, "redlock": carried, "x-own": "v", "headers": {"b": 2}}
-    request = Context({**message, "properties": {"redlock_nested": True}})
+    request = Context({**message, "properties": {SEEN: {"nested": True}}})
     again = app.tasks[settle.name].signature_from_request(request)
     assert again.options["headers"] == {"redlock": carried, "x-own": "v", "headers": {"b": 2}}
 

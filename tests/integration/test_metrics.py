@@ -21,7 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from celery_redlock import LockLost, SettingsError, signals
 from celery_redlock.lock.model.keys import lock_key, waiting_key
 from celery_redlock.operate.metrics import Metrics
-from celery_redlock.tasks.delivery.delivery import NAMED_AT
+from celery_redlock.tasks.delivery.delivery import SEEN
 from celery_redlock.tasks.settings.levels import read_app
 from celery_redlock.testing import WorkerProcess
 from tests import fork_server
@@ -306,7 +306,7 @@ def test_a_hand_off_lasts_from_the_releases_message_to_the_runs_lock(
 ) -> None:
     """A clock that is set back during a hand-off makes none shorter than 0 s."""
     task, labels = stage.tasks.takes_another, {"task": stage.tasks.takes_another.name}
-    run_here(task, "k", properties={NAMED_AT: time.time() - ago})
+    run_here(task, "k", properties={SEEN: {"named_at": time.time() - ago}})
     assert registry.get_sample_value("redlock_acquired_total", labels) == 2.0
     assert registry.get_sample_value("redlock_handoff_seconds_count", labels) == 1.0
     lasted = registry.get_sample_value("redlock_handoff_seconds_sum", labels)

@@ -16,9 +16,8 @@ from celery.exceptions import TaskRevokedError
 
 from celery_redlock.label import RunId
 from celery_redlock.lock.model.keys import waiting_key
-from celery_redlock.tasks.delivery.delivery import utc_now
+from celery_redlock.tasks.delivery.delivery import SEEN, utc_now
 from celery_redlock.tasks.delivery.header import HEADER, Deferral, LockHeader
-from celery_redlock.tasks.delivery.route import QUEUE as KEPT_QUEUE
 from celery_redlock.tasks.per_app import redlock_of
 from celery_redlock.tasks.unique.claim import ClaimToken
 from celery_redlock.testing import WorkerProcess
@@ -514,7 +513,7 @@ def test_a_delivery_of_a_copy_does_not_run_if_a_later_send_replaces_it(
     delivery = {"exchange": "news", "routing_key": "news.b", "redelivered": again}
     run_here(
         task, key, "", "first", id=first.id, delivery_info=delivery,
-        properties={KEPT_QUEUE: QUEUE}, **{HEADER: headers[HEADER]},
+        properties={SEEN: {"queue": QUEUE}}, **{HEADER: headers[HEADER]},
     )  # fmt: skip
     assert stage.info(first)["status"] == "REVOKED"
     assert ran(stage, key) == ["second"]

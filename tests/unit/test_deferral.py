@@ -26,7 +26,7 @@ from celery_redlock.lock.platform.clock import SystemClock
 from celery_redlock.lock.validation import MOST_PERMITS
 from celery_redlock.signals import LockDeferredEvent
 from celery_redlock.tasks.delivery.delivery import (
-    RECEIVED,
+    SEEN,
     Delivery,
     own_headers,
     received_at,
@@ -426,7 +426,7 @@ def test_a_message_could_have_begun_when_it_came_or_its_countdown_was_over(
 
 
 def test_of_a_message_that_no_worker_told_of_nobody_knows_when_it_came() -> None:
-    assert received({"properties": {RECEIVED: "today"}}) is None
+    assert received({"properties": {SEEN: {"received": "today"}}}) is None
     assert received({}) is None
 
 

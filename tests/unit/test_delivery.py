@@ -16,7 +16,7 @@ from freezegun import freeze_time
 from hypothesis import given
 from hypothesis import strategies as st
 
-from celery_redlock.tasks.delivery.delivery import NAMED_AT, NESTED, RECEIVED, Delivery
+from celery_redlock.tasks.delivery.delivery import SEEN, Delivery, seen_of
 from celery_redlock.tasks.delivery.header import (
     CLOCKS_DIFFER,
     NO_HEADER,
@@ -25,7 +25,7 @@ from celery_redlock.tasks.delivery.header import (
     hop_of,
 )
 from celery_redlock.tasks.delivery.republish import own_properties, publish
-from celery_redlock.tasks.delivery.route import QUEUE, Route, whole_seconds
+from celery_redlock.tasks.delivery.route import Route, whole_seconds
 from celery_redlock.tasks.execution.completion_markers import completion_marker
 from celery_redlock.tasks.task import REQUEST
 from celery_redlock.tasks.worker_request import Request
@@ -158,7 +158,7 @@ def test_a_copy_that_rabbitmq_brings_to_another_queue_is_told_by_its_header(
     kept_for: str | None, came_by: str | None, is_astray: bool
 ) -> None:
     origin = Route("x", "k", kept_for)
-    properties = {} if came_by is None else {"redlock_queue": came_by}
+    properties = {} if came_by is None else {SEEN: {"queue": came_by}}
     info = {"exchange": "celery_delayed_delivery", "routing_key": "k"}
     header = replace(DEFERRED, origin=origin)
     found = delivery_of(header, delivery_info=info, properties=properties)
@@ -193,11 +193,24 @@ def test_a_message_whose_header_cannot_be_read_goes_on_without_it(
     assert not request.revoked()
 
 
-@pytest.mark.parametrize("name", [QUEUE, RECEIVED, NESTED, NAMED_AT])
+@pytest.mark.parametrize("name", ["queue", "received", "nested", "named_at", "has_room"])
 @pytest.mark.parametrize("value", [["x"], "elsewhere", 5.0, True])
 def test_what_a_worker_notes_of_a_delivery_comes_from_no_message(name: str, value: Any) -> None:
-    properties = request_of({}, {name: value}).request_dict["properties"]
-    assert properties[name] != value
+    properties = request_of({}, {SEEN: {name: value}}).request_dict["properties"]
+    seen: Any = seen_of(properties)
+    assert seen[name] != value
+
+
+@pytest.mark.parametrize("written", [None, 5.0, "x", ["x"]])
+def test_what_no_worker_has_noted_counts_as_nothing(written: Any) -> None:
+    assert seen_of({SEEN: written}) == seen_of({}) == seen_of(None) == {}
+
+
+def test_what_a_worker_notes_is_not_in_the_properties_that_the_broker_may_get_back() -> None:
+    own = {"tenant": "a"}
+    request = request_of({}, own)
+    assert own == {"tenant": "a"}
+    assert own_properties(request.request_dict["properties"]) == own
 
 
 def request_of(
@@ -268,7 +281,7 @@ def test_a_message_that_goes_in_hops_is_never_early(left: float, longest: float)
     "name",
     [
         *("delivery_tag", "delivery_info", "body_encoding", "content_type", "priority"),
-        *("expiration", "MessageDeduplicationId", "redlock_received", "routing_key", "queue"),
+        *("expiration", "MessageDeduplicationId", SEEN, "routing_key", "queue"),
     ],
 )
 def test_a_message_is_put_back_without_what_its_transport_or_its_worker_noted(name: str) -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from celery_redlock.label import Holder, RunId, is_of_run, label_of_run, run_of_label
-from celery_redlock.tasks.delivery.delivery import Delivery
+from celery_redlock.tasks.delivery.delivery import SEEN, Delivery
 
 TASK = SimpleNamespace(name="t", acks_late=False)
 FEW = st.integers(min_value=0, max_value=11)
@@ -39,7 +39,7 @@ def test_a_retry_and_a_replaced_task_are_runs_of_their_own() -> None:
 def test_only_a_copy_of_a_message_to_several_queues_names_its_queue(
     exchange: str, queue: str | None, text: str
 ) -> None:
-    properties = {} if queue is None else {"redlock_queue": queue}
+    properties = {} if queue is None else {SEEN: {"queue": queue}}
     request = Context(
         {"id": "1", "delivery_info": {"exchange": exchange}, "properties": properties}
     )

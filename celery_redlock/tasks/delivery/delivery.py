@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, TypedDict, cast
 from urllib.parse import quote
 
 from celery.app.task import Context
@@ -16,22 +16,39 @@ from celery_redlock.label import RunId
 from celery_redlock.lock.platform.clock import SystemClock
 from celery_redlock.tasks.children.reaper import this_process
 from celery_redlock.tasks.delivery.header import DEATHS, LockHeader
-from celery_redlock.tasks.delivery.route import CAME_BACK, QUEUE, Route, has_way_back, queue_of
+from celery_redlock.tasks.delivery.route import CAME_BACK, Route, has_way_back, queue_of
 from celery_redlock.tasks.reporting import StateReporter
 
 ARGUMENTS = "_redlock_arguments"  # the name on the request of the arguments as they came
 # the name on the request of a run that goes on in another delivery, so that its claim stays
 CONTINUES = "_redlock_continues"
-# properties of a delivery, never of a message: it has a header called "headers"; when it came; when
-# a release was announced that dispatched it; and whether its worker has a waiting room for it
-NESTED = "redlock_nested"
-RECEIVED = "redlock_received"
-NAMED_AT = "redlock_named_at"
-HAS_ROOM = "redlock_has_room"
+SEEN = "redlock_seen"  # the property of a delivery, never of a message, that has its `Seen`
 
 clock = SystemClock()  # of `Delivery.received_at`
 _ON_REQUEST = "_redlock_"  # what our names on a request begin with
 _OF_DEATHS = (DEATHS, "x-first-death-", "x-last-death-")  # headers; Source: RabbitMQ, "DLX"
+
+
+class Seen(TypedDict, total=False):
+    """What a worker's main process has seen of a delivery; pickled to the child that runs it.
+
+    queue: the name of the one that it came through. received: monotonic seconds at which the run
+    could have begun. named_at: seconds since 1970 at which a release was announced that dispatched
+    the message. has_room: its worker has a waiting room for it. nested: the message has a header
+    called "headers".
+    """
+
+    queue: str | None
+    received: float
+    named_at: float | None
+    has_room: bool
+    nested: bool
+
+
+def seen_of(properties: Mapping[str, Any] | None) -> Seen:
+    """Return what is noted in a delivery's properties; nothing outside a locked task's request."""
+    seen = (properties or {}).get(SEEN)
+    return cast("Seen", seen) if isinstance(seen, dict) else {}
 
 
 class Delivery:
@@ -47,17 +64,17 @@ class Delivery:
     """
 
     __slots__ = (
-        "_properties", "acks_late", "has_room", "header", "is_redelivered",
-        "may_have_run_elsewhere", "received_at", "request", "task",
+        "_seen", "acks_late", "has_room", "header", "is_redelivered", "may_have_run_elsewhere",
+        "received_at", "request", "task",
     )  # fmt: skip
 
     def __init__(self, task: Any, request: Any, header: LockHeader | None = None) -> None:
         self.task = task
         self.request = request
-        self._properties: Mapping[str, Any] = request.properties or {}
-        at = self._properties.get(RECEIVED)
+        self._seen = seen_of(request.properties)
+        at = self._seen.get("received")
         self.received_at: float | None = at if isinstance(at, float) else None
-        self.has_room = self._properties.get(HAS_ROOM) is True
+        self.has_room = self._seen.get("has_room") is True
         self.acks_late = bool(task.acks_late) and not request.is_eager
         header = LockHeader.of(request) if header is None else header
         is_flagged = self.acks_late and (request.delivery_info or {}).get("redelivered")
@@ -73,7 +90,7 @@ class Delivery:
         request = self.request
         queue = ""
         if (request.delivery_info or {}).get("exchange"):
-            queue = quote(self._properties.get(QUEUE) or "", safe="")
+            queue = quote(self._seen.get("queue") or "", safe="")
         nesting = request.replaced_task_nesting or 0
         life = self.header.life
         return RunId(request.id, self.task.name, request.retries, nesting, queue, life)
@@ -86,16 +103,16 @@ class Delivery:
     def route(self) -> Route:
         origin = self.header.origin
         exchange = None if origin is None else origin.exchange
-        return Route.of(self.request.delivery_info, exchange, self._properties.get(QUEUE))
+        return Route.of(self.request.delivery_info, exchange, self._seen.get("queue"))
 
     @property
     def delivery_tag(self) -> str:
         """What the worker's channel knows this delivery by."""
-        return str(self._properties.get("delivery_tag"))
+        return str((self.request.properties or {}).get("delivery_tag"))
 
     def queue(self, known: dict[tuple[str | None, str], str]) -> str:
         """Return the name of the queue that the message came through; known: as of `queue_of`."""
-        return self._properties.get(QUEUE) or queue_of(self.task.app, self.route, known)
+        return self._seen.get("queue") or queue_of(self.task.app, self.route, known)
 
     @property
     def is_for_another_queue(self) -> bool:
@@ -108,7 +125,7 @@ class Delivery:
             return False
         if (self.request.delivery_info or {}).get("exchange") != CAME_BACK:
             return False
-        return (self._properties.get(QUEUE) or origin.queue) != origin.queue
+        return (self._seen.get("queue") or origin.queue) != origin.queue
 
     @property
     def was_deferred(self) -> bool:
@@ -170,7 +187,7 @@ class Delivery:
     @property
     def named_at(self) -> float | None:
         """When a release was announced that dispatched this message, in seconds since 1970."""
-        at = self._properties.get(NAMED_AT)
+        at = self._seen.get("named_at")
         return at if isinstance(at, float) else None
 
     def log_extra(self, event: str, **more: Any) -> dict[str, Any]:
@@ -201,7 +218,7 @@ def own_headers(request: Any) -> dict[str, Any]:
     headers = request.headers
     if not isinstance(headers, Mapping):  # a sender may write any type
         headers = {}
-    if (request.get("properties") or {}).get(NESTED):
+    if seen_of(request.get("properties")).get("nested"):
         rest = {name: value for name, value in request.__dict__.items() if name != "headers"}
         headers = {**(Context(rest).headers or {}), "headers": headers}
     return {

@@ -35,7 +35,7 @@ _CAN_DELAY = None not in (_MAX_LEVEL, _level_name, _calculate_routing_key, _dete
 
 _MapRoute = find("celery.app.routes:MapRoute", None)  # else no entry of task_routes is known
 
-QUEUE = "redlock_queue"  # the property of a delivery, never of a message, that names its queue
+QUEUE = "redlock_queue"  # in the delivery info of a message, the queue that it came through
 
 # Source for both: kombu.transport.native_delayed_delivery
 CAME_BACK = "celery_delayed_delivery"  # the exchange by which RabbitMQ brings back what it kept

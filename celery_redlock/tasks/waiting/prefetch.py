@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from celery_redlock.tasks.delivery.delivery import HAS_ROOM
+from celery_redlock.tasks.delivery.delivery import SEEN, seen_of
 from celery_redlock.tasks.waiting.loop import EventLoop
 from celery_redlock.tasks.waiting.queues import MessageQueues, WaitingMessage
 
@@ -67,7 +67,8 @@ class Prefetch:
             self._eviction = None
             last = self._queues.last_of_longest() if self._above else None
         if last is not None:  # outside: a solo pool runs its body here
-            last.request.request_dict["properties"][HAS_ROOM] = False
+            properties = last.request.request_dict["properties"]
+            properties[SEEN] = {**seen_of(properties), "has_room": False}
             self.on_evict(last)
 
 

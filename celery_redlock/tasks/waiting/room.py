@@ -35,7 +35,7 @@ from celery_redlock.lock.client import Redlock
 from celery_redlock.lock.engine.inbox import Inbox
 from celery_redlock.lock.model.keys import votes_channel, waiting_for
 from celery_redlock.lock.platform.clock import Platform, SystemClock
-from celery_redlock.tasks.delivery.delivery import RECEIVED, utc_now
+from celery_redlock.tasks.delivery.delivery import seen_of, utc_now
 from celery_redlock.tasks.delivery.header import CLOCKS_DIFFER, Deferral, LockHeader
 from celery_redlock.tasks.delivery.route import CAME_BACK, driver_of
 from celery_redlock.tasks.per_app import leave_redlock, redlock_of, settings_of, time_of_nodes
@@ -292,7 +292,7 @@ class WaitingRoom(bootsteps.StartStopStep):
             queue = self._queue_of(queue, request.task.name)
         # a message whose run was refused has been unacknowledged since it came; random, as all at
         # once would be a herd
-        received = min(now, properties.get(RECEIVED, now))
+        received = min(now, seen_of(properties).get("received", now))
         cap = settings_of(app).countdown_cap * random.uniform(0.5, 1.0)  # noqa: S311
         return WaitingMessage(
             request,

@@ -35,7 +35,7 @@ from celery_redlock.lock.model.keys import waiting_for
 from celery_redlock.lock.model.rate import Rate
 from celery_redlock.lock.platform.clock import Clock
 from celery_redlock.signals import HANDOFF_STEPS, LockHandedOffEvent, lock_handed_off
-from celery_redlock.tasks.delivery.delivery import NAMED_AT, utc_now
+from celery_redlock.tasks.delivery.delivery import SEEN, seen_of, utc_now
 from celery_redlock.tasks.waiting.buckets import Buckets
 from celery_redlock.tasks.waiting.dispatch import Dispatcher
 from celery_redlock.tasks.waiting.loop import EventLoop
@@ -240,7 +240,8 @@ class Successor:
             return
         if step.named_at is not None:
             released_at = utc_now().timestamp() - (self._clock.now() - step.named_at)
-            head.request.request_dict["properties"][NAMED_AT] = released_at
+            properties = head.request.request_dict["properties"]
+            properties[SEEN] = {**seen_of(properties), "named_at": released_at}
         if step.why:
             self._tell(head, step.why)
         had_succeeded = self._dispatcher.has_succeeded(str(head.request.id))
