@@ -22,7 +22,7 @@ from celery_redlock.tasks.declaration import (
     may_lock_anywhere,
     to_leave_out,
 )
-from celery_redlock.tasks.delivery.delivery import ARGUMENTS, own_headers
+from celery_redlock.tasks.delivery.delivery import RUN_STATE, RunState, own_headers
 from celery_redlock.tasks.delivery.header import HEADER, NO_HEADER, LockHeader
 from celery_redlock.tasks.execution.run import lock_of, lock_of_run, run_of
 from celery_redlock.tasks.sending import (
@@ -298,7 +298,7 @@ def keep_arguments(task: Any = None, args: Any = None, kwargs: Any = None, **_: 
     """
     if isinstance(task, LockedTask):
         request = task.request
-        request.__dict__[ARGUMENTS] = tuple(args), dict(kwargs)
+        request.__dict__[RUN_STATE] = RunState((tuple(args), dict(kwargs)))
         header = LockHeader.of(request)
         if header is not NO_HEADER and header.was_republished:
             request.eta = header.eta or None

@@ -29,7 +29,6 @@ from celery.worker import state
 from celery_redlock import anchors
 from celery_redlock.tasks.children.reaper import announce_end
 from celery_redlock.tasks.delivery.delivery import (
-    ARGUMENTS,
     SEEN,
     Delivery,
     Seen,
@@ -280,7 +279,7 @@ class Request(celery.worker.request.Request):
             return True
         delivery = self.delivery
         left = self.eta - utc_now()
-        delivery.request.__dict__[ARGUMENTS] = self.args, self.kwargs
+        delivery.state.arguments = self.args, self.kwargs
         header = delivery.header
         if self._apply_result is not None:
             header = header.redelivered()

@@ -21,8 +21,8 @@ from celery_redlock.errors import RedlockError
 from celery_redlock.tasks.arguments import Arrivals
 from celery_redlock.tasks.body import MonitoredBody
 from celery_redlock.tasks.declaration import Body, bound_to, with_self
-from celery_redlock.tasks.delivery.delivery import ARGUMENTS, Delivery
-from celery_redlock.tasks.execution.run import RUN, LockedRun, run_of
+from celery_redlock.tasks.delivery.delivery import RUN_STATE, Delivery
+from celery_redlock.tasks.execution.run import LockedRun, run_of
 from celery_redlock.tasks.settings.app import CELERY_PREFIX
 
 # for the error of a hook that reads `self.lock`
@@ -58,7 +58,7 @@ def wrap_run(body: Any) -> Body:
         if request.called_directly:
             refuse_map(self)
             return call(*args, **kwargs)
-        if RUN in request.__dict__ or self.name.startswith(CELERY_PREFIX):
+        if run_of(request) is not None or self.name.startswith(CELERY_PREFIX):
             return call(*args, **kwargs)
         try:
             return LockedRun(Delivery(self, request), args, kwargs).execute(call)
@@ -86,8 +86,8 @@ def request_of_run(task: Any) -> Any:
     request = task.request
     stack = task.request_stack.stack
     if len(stack) > 1:
-        kept = request.__dict__.get(ARGUMENTS)
-        traced = next(one for one in stack if one.__dict__.get(ARGUMENTS) is kept)
+        kept = request.__dict__.get(RUN_STATE)
+        traced = next(one for one in stack if one.__dict__.get(RUN_STATE) is kept)
         if kept is not None and traced is not request:
             request.__dict__ = traced.__dict__
     return request

@@ -183,7 +183,7 @@ def test_a_message_that_was_due_before_the_machine_started_is_given_to_the_pool_
 def test_no_field_of_a_message_ends_a_worker(stage: Stage, workers: Workers) -> None:
     rng = random.Random(SEED)
     added = [("headers", n) for n in ("headers", "redlock", "stamps", "replaced_task_nesting")]
-    added.append(("properties", "redlock_seen"))
+    added += [("properties", "redlock_seen"), ("headers", "_redlock_state")]
     with stage.tasks.work.lock_for("held", wait=60):
         for task, header in ((EARLY, ""), (EARLY, "redlock"), (LATE, "redlock")):
             usual = message(stage.app, task, "held", with_header=bool(header))

@@ -16,7 +16,14 @@ from freezegun import freeze_time
 from hypothesis import given
 from hypothesis import strategies as st
 
-from celery_redlock.tasks.delivery.delivery import SEEN, Delivery, seen_of
+from celery_redlock.tasks.delivery.delivery import (
+    RUN_STATE,
+    SEEN,
+    Delivery,
+    RunState,
+    own_headers,
+    seen_of,
+)
 from celery_redlock.tasks.delivery.header import (
     CLOCKS_DIFFER,
     NO_HEADER,
@@ -27,6 +34,7 @@ from celery_redlock.tasks.delivery.header import (
 from celery_redlock.tasks.delivery.republish import own_properties, publish
 from celery_redlock.tasks.delivery.route import Route, whole_seconds
 from celery_redlock.tasks.execution.completion_markers import completion_marker
+from celery_redlock.tasks.execution.run import lock_of_run, run_of
 from celery_redlock.tasks.task import REQUEST
 from celery_redlock.tasks.worker_request import Request
 
@@ -211,6 +219,22 @@ def test_what_a_worker_notes_is_not_in_the_properties_that_the_broker_may_get_ba
     request = request_of({}, own)
     assert own == {"tenant": "a"}
     assert own_properties(request.request_dict["properties"]) == own
+
+
+def test_the_copies_of_a_runs_request_share_its_state_and_send_nothing_of_it() -> None:
+    request = Context({"id": "1"})
+    state = RunState.of(request)
+    copy = Context(**request.__dict__)  # as Celery's `push_request` makes one
+    assert RunState.of(copy) is RunState.of(request) is state
+    assert own_headers(copy) == {}
+
+
+def test_a_header_with_the_name_of_a_runs_state_is_none() -> None:
+    request = Context({"id": "1", RUN_STATE: "x", "own": "y"})
+    assert run_of(request) is lock_of_run(request) is None
+    assert own_headers(request) == {"own": "y"}
+    assert RunState.of(request).locked_run is None
+    assert RunState.of(request) is RunState.of(request)
 
 
 def request_of(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any, TypedDict, cast
 from urllib.parse import quote
@@ -13,15 +13,14 @@ from celery.app.task import Context
 from celery.worker import state
 
 from celery_redlock.label import RunId
+from celery_redlock.lock.lock import Lock
 from celery_redlock.lock.platform.clock import SystemClock
 from celery_redlock.tasks.children.reaper import this_process
 from celery_redlock.tasks.delivery.header import DEATHS, LockHeader
 from celery_redlock.tasks.delivery.route import CAME_BACK, Route, has_way_back, queue_of
 from celery_redlock.tasks.reporting import StateReporter
 
-ARGUMENTS = "_redlock_arguments"  # the name on the request of the arguments as they came
-# the name on the request of a run that goes on in another delivery, so that its claim stays
-CONTINUES = "_redlock_continues"
+RUN_STATE = "_redlock_state"  # the name on a request, never of a header, that has its `RunState`
 SEEN = "redlock_seen"  # the property of a delivery, never of a message, that has its `Seen`
 
 clock = SystemClock()  # of `Delivery.received_at`
@@ -51,6 +50,32 @@ def seen_of(properties: Mapping[str, Any] | None) -> Seen:
     return cast("Seen", seen) if isinstance(seen, dict) else {}
 
 
+@dataclass(slots=True, eq=False, repr=False)
+class RunState:
+    """What is kept of a run on its request, for those who find no other way to it.
+
+    arguments: as they came. locked_run: the one that is to release its lock. lock: what it has
+    asked for; it stays here after the release. goes_on: in another delivery of the message, so that
+    the claim of its send stays. outer_error: was handled when the run began, so it is none of it.
+    Celery copies a request by its names, so the copies of a run share one state.
+    """
+
+    arguments: tuple[Sequence[Any], Mapping[str, Any]] | None = None
+    locked_run: Any = None
+    lock: Lock | None = None
+    goes_on: bool = False
+    outer_error: BaseException | None = None
+
+    @classmethod
+    def of(cls, request: Any) -> RunState:
+        """Return that of a message's request, which has one from now on."""
+        state = request.__dict__.get(RUN_STATE)
+        if not isinstance(state, RunState):  # a header may have that name
+            state = cls()
+            request.__dict__[RUN_STATE] = state
+        return state
+
+
 class Delivery:
     """One delivery of a message: facts and questions; immutable, and without I/O.
 
@@ -60,17 +85,19 @@ class Delivery:
     may_have_run_elsewhere: another delivery of this message may be running, or have run.
     received_at: monotonic seconds at which the run could have begun here, None if nobody noted it.
     has_room: it may wait in its worker's memory if refused; an evicted message may not.
+    state: what is kept of its run.
     In a worker's main process make a new one each time: Celery rewrites the request there.
     """
 
     __slots__ = (
         "_seen", "acks_late", "has_room", "header", "is_redelivered", "may_have_run_elsewhere",
-        "received_at", "request", "task",
+        "received_at", "request", "state", "task",
     )  # fmt: skip
 
     def __init__(self, task: Any, request: Any, header: LockHeader | None = None) -> None:
         self.task = task
         self.request = request
+        self.state = RunState.of(request)
         self._seen = seen_of(request.properties)
         at = self._seen.get("received")
         self.received_at: float | None = at if isinstance(at, float) else None
@@ -183,12 +210,6 @@ class Delivery:
         if not (request.delivery_info or {}).get("exchange"):
             return True  # of the default exchange, which has one queue for each routing key
         return has_way_back(self.task.app, self.route)
-
-    @property
-    def named_at(self) -> float | None:
-        """When a release was announced that dispatched this message, in seconds since 1970."""
-        at = self._seen.get("named_at")
-        return at if isinstance(at, float) else None
 
     def log_extra(self, event: str, **more: Any) -> dict[str, Any]:
         """Return the fields of a log line of this run, for handlers that write them."""

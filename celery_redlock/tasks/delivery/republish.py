@@ -33,7 +33,7 @@ from kombu.serialization import registry
 
 from celery_redlock.compatibility import find
 from celery_redlock.lock.platform.clock import SystemClock
-from celery_redlock.tasks.delivery.delivery import ARGUMENTS, Delivery, own_headers
+from celery_redlock.tasks.delivery.delivery import Delivery, own_headers
 from celery_redlock.tasks.delivery.header import HEADER, LockHeader
 from celery_redlock.tasks.delivery.route import (
     Route,
@@ -178,7 +178,7 @@ def publish(
     request = delivery.request
     route = delivery.route
     app = task.app
-    args, kwargs = request.__dict__.get(ARGUMENTS) or (request.args, request.kwargs)
+    args, kwargs = delivery.state.arguments or (request.args, request.kwargs)
     fields = _fields_of_message(delivery)
     message = app.amqp.create_task_message(
         request.id, task.name, args, kwargs, countdown=countdown, **fields

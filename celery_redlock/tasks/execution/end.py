@@ -13,9 +13,9 @@ from celery.exceptions import Reject, Retry
 
 from celery_redlock.lock.platform.threads import uninterruptible
 from celery_redlock.tasks.children.reaper import is_end_announced, this_process
-from celery_redlock.tasks.delivery.delivery import CONTINUES, Delivery
+from celery_redlock.tasks.delivery.delivery import Delivery
 from celery_redlock.tasks.delivery.header import HEADER
-from celery_redlock.tasks.execution.run import OUTER_ERROR, RUN, LockedRun
+from celery_redlock.tasks.execution.run import run_of
 from celery_redlock.tasks.unique.claim import end_claim
 
 
@@ -56,13 +56,13 @@ def end_run(task: Any, retval: Any, state: str | None, error: BaseException | No
     error: the exception that passes Celery's tracer, or one that was handled around the run.
     """
     request = task.request
-    run: LockedRun | None = request.__dict__.get(RUN)
+    run = run_of(request)
     if run is None and HEADER not in request.__dict__:
         return  # released already, and no claim to end
     delivery = Delivery(task, request) if run is None else run.delivery
     is_gone = not delivery.acks_late  # its message
-    goes_on = state == celery_states.RETRY or CONTINUES in request.__dict__
-    if error is None or error is request.__dict__.get(OUTER_ERROR):
+    goes_on = state == celery_states.RETRY or delivery.state.goes_on
+    if error is None or error is delivery.state.outer_error:
         completed = is_completed(state, retval)
     else:
         # Source: celery.worker.request: Request.on_failure handles the message of a child as if the

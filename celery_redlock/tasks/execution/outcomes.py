@@ -16,7 +16,7 @@ from celery.exceptions import Ignore
 from celery_redlock import signals
 from celery_redlock.errors import LockTaken, NotAcquired, QuorumUnreachable, RedlockError
 from celery_redlock.label import is_of_run
-from celery_redlock.tasks.delivery.delivery import CONTINUES, Delivery, clock, utc_now
+from celery_redlock.tasks.delivery.delivery import Delivery, clock, utc_now
 from celery_redlock.tasks.delivery.header import CLOCKS_DIFFER, Deferral, LockHeader, hop_of
 from celery_redlock.tasks.delivery.republish import NotRepublishedError, republish
 from celery_redlock.tasks.delivery.route import has_quorum_queues, is_kept_by_broker, whole_seconds
@@ -138,7 +138,7 @@ def defer(delivery: Delivery, refusal: Refusal, deferral: Deferral) -> NoReturn:
     if not stays:
         leave_if_moved(delivery)
         republish(delivery, header, header.deferral.countdown, at_head=delivery.has_room)
-    delivery.request.__dict__[CONTINUES] = True
+    delivery.state.goes_on = True
     signals.lock_deferred.send(delivery.task, event=header.deferral.event())
     raise Deferred(header, stays)
 
@@ -226,13 +226,13 @@ def wait_for_first_delivery(delivery: Delivery, refusal: Exception) -> NoReturn:
     header = delivery.header.waiting_for_first_delivery(delivery.request, wait)
     leave_if_moved(delivery)
     republish(delivery, header, countdown)
-    delivery.request.__dict__[CONTINUES] = True
+    delivery.state.goes_on = True
     raise Ignore("runs already")
 
 
 def discard_redelivery(delivery: Delivery) -> NoReturn:
     """Discard a message that another delivery has completed; the stored state stays."""
-    delivery.request.__dict__[CONTINUES] = True
+    delivery.state.goes_on = True
     extra = delivery.log_extra("redelivery_discarded")
     logger.info("discarded %s: another delivery of its message has finished", delivery, extra=extra)
     raise Ignore("done already")
@@ -279,7 +279,7 @@ def put_back_if_early(delivery: Delivery, wait_in_slot: float) -> None:
     waits = replace(deferral, at=now, countdown=left)
     leave_if_moved(delivery)
     republish(delivery, replace(header, deferral=waits), countdown)
-    delivery.request.__dict__[CONTINUES] = True
+    delivery.state.goes_on = True
     extra = delivery.log_extra("run_not_due", due_in=left)
     logger.debug("%s is due in %.2f s, and was published again", delivery, left, extra=extra)
     raise Ignore("not due")

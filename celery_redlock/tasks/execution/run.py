@@ -30,7 +30,7 @@ from celery_redlock.lock.platform.threads import uninterruptible
 from celery_redlock.tasks.arguments import Arrivals
 from celery_redlock.tasks.body import MonitoredBody
 from celery_redlock.tasks.declaration import check_finished, config_of, dumped, refuse_aio_pool
-from celery_redlock.tasks.delivery.delivery import CONTINUES, Delivery
+from celery_redlock.tasks.delivery.delivery import RUN_STATE, Delivery, RunState
 from celery_redlock.tasks.delivery.republish import NotRepublishedError
 from celery_redlock.tasks.delivery.route import queue_of_call
 from celery_redlock.tasks.execution import outcomes
@@ -47,11 +47,6 @@ from celery_redlock.tasks.settings.options import TaskLockOptions
 from celery_redlock.tasks.unique.claim import ClaimToken
 
 logger = logging.getLogger(__name__)
-
-# the name on the request under which task_postrun, hooks and `task.lock` find its run
-RUN = "_redlock_run"
-LOCK = "_redlock_lock"  # the same for its lock, which stays there after the release
-OUTER_ERROR = "_redlock_outer_error"  # that of an error that was handled when the run began
 
 Body = Callable[..., Any]
 
@@ -92,7 +87,7 @@ class LockedRun:
         self.is_reported = False  # STARTED is stored and sent, or need not be
         outer = sys.exc_info()[1]
         if outer is not None:  # Celery closes a lost connection, and its solo pool runs this there
-            delivery.request.__dict__[OUTER_ERROR] = outer
+            delivery.state.outer_error = outer
 
     def execute(self, body: Body) -> Any:
         """Run the body and return its result, or end this delivery.
@@ -103,7 +98,7 @@ class LockedRun:
         if refused and delivery.delivery_tag in refused:
             leave(delivery)
         if delivery.is_for_another_queue:  # a copy of a deferred message
-            delivery.request.__dict__[CONTINUES] = True
+            delivery.state.goes_on = True
             extra = delivery.log_extra("copy_astray")
             logger.debug("%s is for another queue", delivery, extra=extra)
             raise Ignore("for another queue")
@@ -211,9 +206,9 @@ class LockedRun:
             marker=marker,
             before_starts=self._report_started,
         )
-        registered = delivery.request.__dict__
-        registered[LOCK] = self.lock
-        registered[RUN] = self  # before the grant leaves, so that task_postrun finds the lock
+        state = delivery.state
+        state.lock = self.lock
+        state.locked_run = self  # before the grant leaves, so that task_postrun finds the lock
         try:
             if delivery.header.deferral.at:
                 outcomes.put_back_if_early(delivery, wait_in_slot)
@@ -225,7 +220,7 @@ class LockedRun:
                 # last: whatever takes its time would delay the body
                 self.lock.ownership.begin_body()
         except NotAcquired as refusal:
-            registered.pop(RUN, None)
+            state.locked_run = None
             self.is_reported = False
             # it may have been granted, and a node failed after that
             self.lock.ownership.release_all()
@@ -234,7 +229,7 @@ class LockedRun:
             found = Refusal(refusal, at, self.options, self.keys.resources, self.call, before)
             outcomes.end_refused(delivery, found)
             self.unlocked = True
-            registered[RUN] = self
+            state.locked_run = self
             self._end_claim_at_start()
         except AlreadyCompletedError:
             self.release()
@@ -351,10 +346,10 @@ class LockedRun:
 
         completed: the run is at its end, and its message does not come back, unless redelivered.
         """
-        registered = self.delivery.request.__dict__
-        if RUN in registered:
+        state = self.delivery.state
+        if state.locked_run is not None:
             self.lock.ownership.release_all(ended=completed)
-            registered.pop(RUN, None)  # last: if this is cut before, task_postrun releases again
+            state.locked_run = None  # last: if this is cut before, task_postrun releases again
 
 
 def log_call_options(
@@ -376,14 +371,15 @@ def log_call_options(
 
 def run_of(request: Any) -> LockedRun | None:
     """Return the run that is registered on a request, None outside one."""
-    run: LockedRun | None = request.__dict__.get(RUN)
+    state = request.__dict__.get(RUN_STATE)
+    run: LockedRun | None = state.locked_run if isinstance(state, RunState) else None
     return run
 
 
 def lock_of_run(request: Any) -> Lock | None:
     """Return the lock that the run of a request has asked for, even after its release, or None."""
-    lock: Lock | None = request.__dict__.get(LOCK)
-    return lock
+    state = request.__dict__.get(RUN_STATE)
+    return state.lock if isinstance(state, RunState) else None
 
 
 def lock_of(

@@ -21,7 +21,7 @@ from redis import TimeoutError as RedisTimeoutError
 
 from celery_redlock.lock.platform.clock import Platform
 from celery_redlock.lock.platform.forks import reset_in_children
-from celery_redlock.tasks.delivery.delivery import CONTINUES, Delivery
+from celery_redlock.tasks.delivery.delivery import Delivery
 from celery_redlock.tasks.recovery.ledger import Beat, Ledger, Moved
 from celery_redlock.tasks.recovery.notices import Notices
 from celery_redlock.tasks.recovery.observer import BEAT_INTERVAL, TRUST, Observer
@@ -399,5 +399,5 @@ def leave_if_moved(delivery: Delivery) -> None:
 
 def leave(delivery: Delivery) -> NoReturn:
     """End a run whose message is with another worker, and tell nobody of it."""
-    delivery.request.__dict__[CONTINUES] = True
+    delivery.state.goes_on = True
     raise MovedAwayError("is with another worker")
