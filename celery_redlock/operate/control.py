@@ -16,7 +16,8 @@ from celery_redlock.lock.model.keys import parts_of
 from celery_redlock.lock.node_status import in_iso, shared_settings_of
 from celery_redlock.lock.platform.clock import SystemClock
 from celery_redlock.tasks.children.reaper import held_by_children
-from celery_redlock.tasks.delivery.header import Deferral, LockHeader
+from celery_redlock.tasks.delivery.delivery import header_of
+from celery_redlock.tasks.delivery.header import Deferral
 from celery_redlock.tasks.per_app import redlock_of
 from celery_redlock.tasks.waiting.room import waiters_of
 
@@ -66,7 +67,7 @@ def redlock_waiting(state: Any) -> list[dict[str, Any]]:
             "tries_in": max(0.0, waiting.eta - now),
         }
         for waiting in waiters_of(state.consumer)
-        for deferral in [LockHeader.of(waiting.request._context).deferral]
+        for deferral in [header_of(waiting.request._context).deferral]
     ]
 
 

@@ -24,8 +24,7 @@ from celery_redlock import signals
 from celery_redlock.compatibility import find
 from celery_redlock.operate.control import held_locks_of
 from celery_redlock.tasks.children.reaper import forks_children
-from celery_redlock.tasks.delivery.delivery import seen_of, utc_now
-from celery_redlock.tasks.delivery.header import LockHeader
+from celery_redlock.tasks.delivery.delivery import header_of, seen_of, utc_now
 from celery_redlock.tasks.per_app import redlock_of, settings_of, time_of_nodes
 from celery_redlock.tasks.startup import locked_tasks
 from celery_redlock.tasks.waiting.room import waiters_of
@@ -110,7 +109,7 @@ class Metrics:
         request = getattr(sender, "request", None)
         if request is None or request.called_directly:
             return
-        deferral = LockHeader.of(request).deferral
+        deferral = header_of(request).deferral
         self.waited.labels(sender.name).observe(deferral.waited(time_of_nodes(sender.app)))
         named_at = seen_of(request.properties).get("named_at")
         # a body may take other locks in its task's name, long after the release

@@ -13,7 +13,7 @@ from typing import Any
 from celery.signals import task_prerun
 
 from celery_redlock import signals
-from celery_redlock.tasks.delivery.header import LockHeader
+from celery_redlock.tasks.delivery.delivery import header_of
 from celery_redlock.tasks.execution.run import run_of
 from celery_redlock.tasks.per_app import time_of_nodes
 
@@ -73,7 +73,7 @@ def _write_to_span(signal: Any = None, sender: Any = None, event: Any = None, **
         span.add_event(f"redlock.{outcome}", attributes)
         return
     if outcome == "acquired":
-        deferral = LockHeader.of(sender.request).deferral
+        deferral = header_of(sender.request).deferral
         waited = deferral.waited(time_of_nodes(sender.app))
         attributes |= {"redlock.waited": waited, "redlock.deferrals": deferral.count}
     span.set_attributes({**attributes, "redlock.outcome": outcome})

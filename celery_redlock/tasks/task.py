@@ -298,8 +298,8 @@ def keep_arguments(task: Any = None, args: Any = None, kwargs: Any = None, **_: 
     """
     if isinstance(task, LockedTask):
         request = task.request
-        request.__dict__[RUN_STATE] = RunState((tuple(args), dict(kwargs)))
         header = LockHeader.of(request)
+        request.__dict__[RUN_STATE] = RunState(header, (tuple(args), dict(kwargs)))
         if header is not NO_HEADER and header.was_republished:
             request.eta = header.eta or None
 

@@ -31,7 +31,9 @@ from celery_redlock.tasks.children.reaper import announce_end
 from celery_redlock.tasks.delivery.delivery import (
     SEEN,
     Delivery,
+    RunState,
     Seen,
+    header_of,
     received_at,
     utc_now,
 )
@@ -98,7 +100,7 @@ class Request(celery.worker.request.Request):
 
     def _restore_route(self) -> None:
         """Let the run see the exchange and routing key that its message was sent to, if noted."""
-        origin = LockHeader.of(self._context).origin
+        origin = RunState.of(self._context).header.origin
         info = self.delivery_info
         if origin is None or not origin.exchange or not origin.queue:
             return
@@ -123,7 +125,7 @@ class Request(celery.worker.request.Request):
 
     @property
     def delivery(self) -> Delivery:
-        """What is known of this delivery; new each time, for Celery rewrites the request."""
+        """What is known of this delivery; new each time, for `_write_header` drops the request."""
         return Delivery(self.task, self._context)
 
     @property
@@ -305,7 +307,7 @@ class Request(celery.worker.request.Request):
         super().on_timeout(soft, timeout)
         if not soft and self.acknowledged and not self.is_handed_back:
             # under gevent, Celery before 5.7 sends no task_failure for it
-            end_claim(self.app, LockHeader.of(self._context))
+            end_claim(self.app, header_of(self._context))
 
     @property
     def _is_killed_by_shutdown(self) -> bool:

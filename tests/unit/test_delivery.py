@@ -21,6 +21,7 @@ from celery_redlock.tasks.delivery.delivery import (
     SEEN,
     Delivery,
     RunState,
+    header_of,
     own_headers,
     seen_of,
 )
@@ -35,7 +36,7 @@ from celery_redlock.tasks.delivery.republish import own_properties, publish
 from celery_redlock.tasks.delivery.route import Route, whole_seconds
 from celery_redlock.tasks.execution.completion_markers import completion_marker
 from celery_redlock.tasks.execution.run import lock_of_run, run_of
-from celery_redlock.tasks.task import REQUEST
+from celery_redlock.tasks.task import REQUEST, LockedTask, keep_arguments
 from celery_redlock.tasks.worker_request import Request
 
 PAST = "2026-01-01T00:00:00+00:00"
@@ -199,6 +200,43 @@ def test_a_message_whose_header_cannot_be_read_goes_on_without_it(
     assert "redlock" not in request.request_dict
     assert request.delivery.header is NO_HEADER
     assert not request.revoked()
+
+
+class Counted(dict[str, Any]):
+    """A header that counts how often it is read."""
+
+    reads = 0
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self.reads += name == "id"
+        return super().get(name, default)
+
+
+def test_a_workers_main_process_reads_a_header_once_until_it_writes_another() -> None:
+    carried = Counted(replace(DEFERRED, id="1").to_message())
+    request = request_of({"redlock": carried})
+    for _ in range(3):
+        came = request.delivery
+        assert came.header == header_of(came.request) == replace(DEFERRED, id="1")
+    assert carried.reads == 1
+    request.carry(came.header.deferred(came.request, Deferral(2, 1.7e9, 1.7e9 + 9)))
+    assert request.delivery.header.deferral.count == 2
+
+
+def test_a_run_reads_the_header_of_its_message_once() -> None:
+    app = Celery("unit", broker="memory://", set_as_current=False)
+    app.conf.redlock_nodes = ["redis://nowhere"]
+
+    @app.task(base=LockedTask, name="t", shared=False)
+    def body(key: str) -> None: ...
+
+    task = app.tasks["t"]
+    carried = Counted(replace(DEFERRED, id="1").to_message())
+    task.request_stack.push(Context({"id": "1", "redlock": carried}, called_directly=False))
+    keep_arguments(task, ("k",), {})
+    assert Delivery(task, task.request).header.deferral.count == 1
+    assert header_of(task.request).deferral.count == 1
+    assert carried.reads == 1
 
 
 @pytest.mark.parametrize("name", ["queue", "received", "nested", "named_at", "has_room"])

@@ -54,12 +54,14 @@ def seen_of(properties: Mapping[str, Any] | None) -> Seen:
 class RunState:
     """What is kept of a run on its request, for those who find no other way to it.
 
+    header: what the message carries; the main process makes a new request if it changes that.
     arguments: as they came. locked_run: the one that is to release its lock. lock: what it has
     asked for; it stays here after the release. goes_on: in another delivery of the message, so that
     the claim of its send stays. outer_error: was handled when the run began, so it is none of it.
     Celery copies a request by its names, so the copies of a run share one state.
     """
 
+    header: LockHeader
     arguments: tuple[Sequence[Any], Mapping[str, Any]] | None = None
     locked_run: Any = None
     lock: Lock | None = None
@@ -71,9 +73,15 @@ class RunState:
         """Return that of a message's request, which has one from now on."""
         state = request.__dict__.get(RUN_STATE)
         if not isinstance(state, RunState):  # a header may have that name
-            state = cls()
+            state = cls(LockHeader.of(request))
             request.__dict__[RUN_STATE] = state
         return state
+
+
+def header_of(request: Any) -> LockHeader:
+    """Return what a message carries of its lock; a request that has a state was read before."""
+    state = request.__dict__.get(RUN_STATE)
+    return state.header if isinstance(state, RunState) else LockHeader.of(request)
 
 
 class Delivery:
@@ -103,7 +111,7 @@ class Delivery:
         self.received_at: float | None = at if isinstance(at, float) else None
         self.has_room = self._seen.get("has_room") is True
         self.acks_late = bool(task.acks_late) and not request.is_eager
-        header = LockHeader.of(request) if header is None else header
+        header = self.state.header if header is None else header
         is_flagged = self.acks_late and (request.delivery_info or {}).get("redelivered")
         if is_flagged and not header.is_flagged:
             header = replace(header, is_flagged=True)

@@ -25,6 +25,7 @@ from celery_redlock.lock.model.keys import SENDING, SENT, completion_key, resour
 from celery_redlock.lock.platform.threads import uninterruptible
 from celery_redlock.lock.transport.command import IGNORE_REPLY, Command, encode_command
 from celery_redlock.lock.validation import LONGEST
+from celery_redlock.tasks.delivery.delivery import header_of
 from celery_redlock.tasks.delivery.header import HEADER, LockHeader, is_moment
 from celery_redlock.tasks.per_app import redlock_of
 from celery_redlock.tasks.settings.options import TaskLockOptions
@@ -329,7 +330,7 @@ def end_claim(app: Any, header: LockHeader) -> None:
 def end_claim_of_revoked(sender: Any = None, request: Any = None, **_: Any) -> None:
     """End the claim of a revoked or expired message, in the worker's main process."""
     if HEADER in request.__dict__:
-        end_claim(sender.app, LockHeader.of(request))
+        end_claim(sender.app, header_of(request))
 
 
 def end_claim_of_unread(sender: Any = None, message: Any = None, **_: Any) -> None:
@@ -346,7 +347,7 @@ _received: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 
 def note_claim(request: Any = None, **_: Any) -> None:
     """Keep the request of a message that has a claim, for as long as Celery itself keeps it."""
-    if HEADER in request.request_dict and LockHeader.of(request._context).unique is not None:
+    if HEADER in request.request_dict and header_of(request._context).unique is not None:
         _received[request.id] = request
 
 
@@ -356,4 +357,4 @@ def end_claim_of_killed(sender: Any = None, task_id: Any = None, **_: Any) -> No
     # the child could not, and does not send it if it hands the message back
     request = _received.get(task_id)
     if request is not None:
-        end_claim(sender.app, LockHeader.of(request._context))
+        end_claim(sender.app, header_of(request._context))

@@ -35,8 +35,8 @@ from celery_redlock.lock.client import Redlock
 from celery_redlock.lock.engine.inbox import Inbox
 from celery_redlock.lock.model.keys import votes_channel, waiting_for
 from celery_redlock.lock.platform.clock import Platform, SystemClock
-from celery_redlock.tasks.delivery.delivery import seen_of, utc_now
-from celery_redlock.tasks.delivery.header import CLOCKS_DIFFER, Deferral, LockHeader
+from celery_redlock.tasks.delivery.delivery import header_of, seen_of, utc_now
+from celery_redlock.tasks.delivery.header import CLOCKS_DIFFER, Deferral
 from celery_redlock.tasks.delivery.route import CAME_BACK, driver_of
 from celery_redlock.tasks.per_app import leave_redlock, redlock_of, settings_of, time_of_nodes
 from celery_redlock.tasks.reporting import StoringThread
@@ -404,7 +404,7 @@ def admit_received(sender: Any = None, request: Any = None, **_: Any) -> None:
     room = None if request.eta is None else rooms.get(sender)
     if room is None:
         return
-    deferral = LockHeader.of(request._context).deferral
+    deferral = header_of(request._context).deferral
     if not deferral.at:
         return
     came_back = (request.delivery_info or {}).get("exchange") == CAME_BACK
