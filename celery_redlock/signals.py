@@ -133,9 +133,13 @@ SIGNALS = {  # of the records that the lock's floor makes
 }
 
 
-# whose import connects receivers; None if no module is awaited, or no longer
+def _connect_nothing() -> None:
+    """Stand for the connection that no module has asked for."""
+
+
+# the module whose import is awaited; None: no module, or it has been imported
 _awaited: str | None = None
-_connect_awaited: Callable[[], object] = bool  # which does nothing
+_connect_awaited: Callable[[], object] = _connect_nothing
 
 
 def connect_on_import(module: str, connect: Callable[[], object]) -> None:

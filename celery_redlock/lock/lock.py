@@ -223,7 +223,7 @@ class Lock:
     def __exit__(self, *exc_info: object) -> None:
         last = self.ownership.holds[-1:]  # as in `release`
         try:
-            self.ownership.release()
+            self.release()
         except RedlockError:
             raise
         except BaseException:

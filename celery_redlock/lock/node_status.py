@@ -73,9 +73,9 @@ def compare_shared_settings(
     query = ("SET", key, encoded(own), "GET") if writes else ("GET", key)
 
     def look(connection: Any) -> tuple[str | None, str]:
+        run_id = read_info(connection).get("run_id", "")  # first: what is written is also reported
         reply = reply_of(connection, *query)
-        noted = None if reply is None else read_text(reply)
-        return noted, read_info(connection).get("run_id", "")
+        return None if reply is None else read_text(reply), run_id
 
     found, _ = ask_each(session.nodes, look, names)
     seen: dict[str, str] = {}

@@ -121,7 +121,7 @@ class Ownership:
 
     @uninterruptible
     def release(self) -> None:
-        """Release the last acquire, as `Lock.release` says. Raises RedlockError."""
+        """Release the last acquire; log a warning if it was lost. Raises RedlockError."""
         # without a call, so that no asynchronous exception is raised before `try`
         if self.last is None:
             resource = self.options.resource
@@ -156,13 +156,13 @@ class Ownership:
         """Return what the release of a hold ends: what is held now, and what was lost before.
 
         It does not end outer acquisitions, on which other holds rely. What is neither held nor lost
-        has been released already.
+        has been released already, or is not acquired yet.
         """
         held: list[Acquisition] = []
         lost: list[Acquisition] = []
         now = self._clock.now()
         for acquisition in hold.acquisitions:
-            if acquisition.users != 1:  # none: an interrupted release has begun to end it
+            if acquisition.users != 1:  # 0: an interrupted release has begun to end it
                 continue
             if acquisition.held(now):
                 held.append(acquisition)

@@ -75,7 +75,7 @@ class NodeList:
     needed: int
     voting: int
     nodes: tuple[NodeStatus, ...]
-    grace_period: float = field(repr=False)
+    grace_period: float = field(repr=False, compare=False)
 
     @property
     def has_quorum(self) -> bool:
@@ -132,8 +132,8 @@ class LockReport:
     valid_for: float
     votes: Mapping[str, float]
     needed: int
-    key: Any = field(repr=False)
-    value: Any = field(repr=False)
+    key: Any = field(repr=False, compare=False)
+    value: Any = field(repr=False, compare=False)
 
     @property
     def is_late(self) -> bool:
@@ -157,7 +157,7 @@ class RateReport:
     starts: int
     next_start_in: float
     next_start: str | None
-    kept_ms: int = field(repr=False)
+    kept_ms: int = field(repr=False, compare=False)
 
 
 @dataclass(frozen=True)
@@ -171,8 +171,8 @@ class LockList(Answers):
     locks: tuple[LockReport, ...]
     rates: tuple[RateReport, ...]
     failing: Mapping[str, str]
-    asked: int = field(repr=False)
-    needed: int = field(repr=False)
+    asked: int = field(repr=False, compare=False)
+    needed: int = field(repr=False, compare=False)
 
     def of(self, resources: Collection[str]) -> LockList:
         """Return those of some resources alone."""
@@ -213,7 +213,7 @@ class BreakReport:
     resource: str
     locks: tuple[BrokenLock, ...]
     rates: tuple[FreedRate, ...]
-    needed: int = field(repr=False)
+    needed: int = field(repr=False, compare=False)
 
     @property
     def is_complete(self) -> bool:
@@ -246,8 +246,8 @@ class WaitingList(Answers):
     # by resource: the nodes on which a key of another program has the name of the set of waiters
     wrong_type: Mapping[str, tuple[str, ...]]
     failing: Mapping[str, str]  # by node, the cause
-    asked: int = field(repr=False)  # the number of nodes
-    needed: int = field(repr=False)  # how many must answer
+    asked: int = field(repr=False, compare=False)  # the number of nodes
+    needed: int = field(repr=False, compare=False)  # how many must answer
 
 
 @dataclass(frozen=True)
@@ -268,8 +268,8 @@ class ClaimReport:
     expires_in: float
     votes: Mapping[str, float]
     needed: int
-    name: str = field(repr=False)
-    token: str = field(repr=False)
+    name: str = field(repr=False, compare=False)
+    token: str = field(repr=False, compare=False)
 
     @property
     def known_as(self) -> set[str]:
@@ -284,8 +284,8 @@ class ClaimList(Answers):
 
     claims: tuple[ClaimReport, ...]
     failing: Mapping[str, str]
-    asked: int = field(repr=False)
-    needed: int = field(repr=False)
+    asked: int = field(repr=False, compare=False)
+    needed: int = field(repr=False, compare=False)
 
 
 @dataclass(frozen=True)

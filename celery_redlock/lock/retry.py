@@ -52,8 +52,9 @@ class Wait:
     """One wait of a caller for a lock that was refused. Times are monotonic seconds.
 
     until: its end. failure: of the last try; None once the caller has the lock. tried_at: when that
-    try began. tries: how many were not ended by a question alone. quiet_until: until then the
-    caller sleeps, whoever wakes it. hopeless_at: it gives up after a try that is later.
+    try began. tries: how many ended with a new result. quiet_until: until then the caller sleeps,
+    whoever wakes it. hopeless_at: if too many nodes are misconfigured, a try that began later than
+    this ends the wait.
     """
 
     __slots__ = (
@@ -67,10 +68,10 @@ class Wait:
         self.tries = 0
         self.hopeless_at = now + HOPELESS
         self._quiet = 0.0
-        self.note_try(first, now)
+        self.record_try(first, now)
 
-    def note_try(self, failure: Failure | None, now: float) -> None:
-        """Note what became of a try that began at `now`."""
+    def record_try(self, failure: Failure | None, now: float) -> None:
+        """Keep what became of a try that began at `now`."""
         if failure is not self.failure:  # otherwise it is still another one's turn
             self.tries += 1
         self.failure = failure
@@ -79,9 +80,9 @@ class Wait:
         self._quiet = unclear_pause(self._quiet) if is_unclear else 0.0
         self.quiet_until = min(now + self._quiet, self.until)
 
-    def wakes_at(self, look_at: float) -> float:
-        """Return when the caller wakes up by itself. look_at: when it looks without a step."""
-        return max(min(look_at, self.caller.due), self.quiet_until)
+    def wakes_at(self, next_look: float) -> float:
+        """Return when the caller wakes up by itself. next_look: when it looks without a step."""
+        return max(min(next_look, self.caller.due), self.quiet_until)
 
 
 class Attempts:
@@ -215,13 +216,13 @@ class Attempts:
             # not `now`: a pause of the process must not count
             if session.is_closed or wait.tried_at > wait.hopeless_at:
                 break
-            look_at = min(now + self._pause(wait), until)
-            yield caller, wait.wakes_at(look_at) - now
+            next_look = min(now + self._pause(wait), until)
+            yield caller, wait.wakes_at(next_look) - now
             now = clock.now()
-            step = self._due_step(wait, look_at, now)
+            step = self._due_step(wait, next_look, now)
             if step is not None:
                 failure = yield functools.partial(self._act, wait, step)
-                wait.note_try(failure, now)
+                wait.record_try(failure, now)
         session.callers.leave(caller, acquired=wait.failure is None)
         self._hold.end_wait = None
         return wait.failure
@@ -242,10 +243,10 @@ class Attempts:
             caller.plan(Step(LOOK), self._clock.now() + random.uniform(TURN, 2 * TURN))  # noqa: S311
         return caller
 
-    def _due_step(self, wait: Wait, look_at: float, now: float) -> Step | None:
+    def _due_step(self, wait: Wait, next_look: float, now: float) -> Step | None:
         """Return why a caller that sleeps no more acts now; None if it sleeps again.
 
-        look_at: the monotonic second at which it looks without a step.
+        next_look: the monotonic second at which it looks without a step.
         """
         caller = wait.caller
         if now < wait.quiet_until:  # what it gave back itself has named it
@@ -253,7 +254,7 @@ class Attempts:
         step = caller.take_step(now)
         if step is not None:
             return step
-        if now < look_at or self._is_seen(caller, now, wait.until):
+        if now < next_look or self._is_seen(caller, now, wait.until):
             return None  # it was woken for a plan, or as the first one; or it need not look
         return Step(LOOK)
 

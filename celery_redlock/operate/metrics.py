@@ -113,7 +113,8 @@ class Metrics:
         self.waited.labels(sender.name).observe(deferral.waited(time_of_nodes(sender.app)))
         named_at = seen_of(request.properties).get("named_at")
         # a body may take other locks in its task's name, long after the release
-        if named_at is None or sender.lock is None or sender.lock.resource != event.resource:
+        lock = getattr(sender, "lock", None)  # a plain task's message may claim to be named
+        if named_at is None or lock is None or lock.resource != event.resource:
             return
         self.handoff.labels(sender.name).observe(max(0.0, utc_now().timestamp() - named_at))
 

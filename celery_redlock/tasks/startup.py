@@ -69,7 +69,7 @@ def install(app: Any) -> None:
 
 
 def load_app(app: Any) -> Any:
-    """Return an app, also for `celery.current_app`, with all its tasks and those locked."""
+    """Load all tasks of an app, lock those that `redlock_tasks` names, and return it unproxied."""
     app = without_proxy(app)
     app.loader.import_default_modules()
     app.finalize()

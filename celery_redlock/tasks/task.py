@@ -232,6 +232,8 @@ class LockedTask(Task):
         own = own_headers(retried)
         if carried and ("headers" in options or HEADER not in (retried.headers or {})):
             options["headers"] = {HEADER: carried, **(options.get("headers") or own)}
+        elif RUN_STATE in (retried.headers or {}):  # Celery takes it of a copy for a header
+            options.setdefault("headers", own)
         return super().signature_from_request(request, args, kwargs, queue, **options)
 
     def chunks(self, it: Any, n: int) -> NoReturn:

@@ -267,6 +267,19 @@ def test_the_copies_of_a_runs_request_share_its_state_and_send_nothing_of_it() -
     assert own_headers(copy) == {}
 
 
+def test_a_retry_of_a_copied_request_sends_nothing_of_its_runs_state() -> None:
+    app = Celery("unit", broker="memory://", set_as_current=False)
+
+    @app.task(base=LockedTask, lock_key=False, name="t")
+    def work() -> None: ...
+
+    request = Context({"id": "1", "task": "t", "retries": 0})
+    RunState.of(request)
+    copy = Context(**request.__dict__)  # as a body's own `push_request` makes one
+    assert RUN_STATE in copy.headers
+    assert not work.signature_from_request(copy, (), {}).options["headers"]
+
+
 def test_a_header_with_the_name_of_a_runs_state_is_none() -> None:
     request = Context({"id": "1", RUN_STATE: "x", "own": "y"})
     assert run_of(request) is lock_of_run(request) is None

@@ -154,9 +154,10 @@ class Acquirer:
         command = Command(request, round_, GRANT, is_suffixed, is_dated)
         failure = self._run(round_, command, lease, acquisition)
         if failure is not None:
-            self._note_holders(round_, lease)
             tally = round_.tally
-            if is_split(round_.holders, tally.unheard, tally.quorum):
+            was_split = is_split(round_.holders, tally.unheard, tally.quorum)
+            self._handle_refusals(round_, lease)
+            if was_split:
                 acquisition.was_split = True  # rivals share the nodes, and none has got the lock
         return failure
 
@@ -191,7 +192,7 @@ class Acquirer:
             return None
         return self._failed(round_, lease, time_is_up=time_is_up)
 
-    def _note_holders(self, round_: AcquireRound, lease: Lease) -> None:
+    def _handle_refusals(self, round_: AcquireRound, lease: Lease) -> None:
         """Learn the clocks of nodes that refused; release what they granted to us too late."""
         for node, other in round_.held_by.items():
             self.core.guard.learn_time(node, other.wall, lease.sent)
@@ -251,7 +252,7 @@ class Acquirer:
         lease.sent = self._clock.now()
         failure = self._run(round_, round_.command(asked), lease, acquisition)
         if failure is not None:
-            self._note_holders(round_, lease)
+            self._handle_refusals(round_, lease)
         return failure, round_
 
     def _take_starts(self, acquisition: Acquisition, rates: Mapping[str, Rate]) -> Failure | None:

@@ -1,8 +1,8 @@
 """The rights that the user of a node needs, for all locks and all commands.
 
 The hint of a denial names them, `doctor` tries them, and docs/operations/security lists them, in
-this order. Not here: which right a denial hints at (`error_hints.py`), and who asks the nodes
-(`node_status.py`). The rights on the broker are those of `tasks/recovery`.
+this order. Not here: how an error is recognized as a denial (`error_hints.py`), and who asks the
+nodes (`node_status.py`). The rights on the broker are those of `tasks/recovery`.
 """
 
 from __future__ import annotations
@@ -73,11 +73,9 @@ def trial_words(command: Sequence[str], prefix: str) -> list[str]:
 
 def denied_right(command: Sequence[str], error: str, prefix: str) -> str:
     """Return the right that a command was denied for, as the server's error says it."""
-    is_of_name = _OF_A_NAME.search(error) is not None
-    for right, tried in NODE_RIGHTS:
-        is_command = right.startswith("+")
-        if not is_command and is_of_name and tried[1] in command:
-            return right.replace("{prefix}", f"{{{prefix}}}")
-        if is_command and not is_of_name and tried[0] == command[0]:
-            return right
-    raise ValueError(command)
+    if _OF_A_NAME.search(error):
+        for right, tried in NODE_RIGHTS:
+            if not right.startswith("+") and tried[1] in command:
+                return right.replace("{prefix}", f"{{{prefix}}}")
+    # also where a server, or a proxy, speaks of a name that the command does not have
+    return next(right for right, tried in NODE_RIGHTS if right[0] == "+" and tried[0] == command[0])

@@ -1,4 +1,4 @@
-"""What the commands that list something have in common: they are of the nodes that answer.
+"""The form of commands that list: a list has what the nodes that answer have said.
 
 A listing ends with the nodes that could not be queried. If too few answered, it says so, and the
 exit status is 2. Not here: the tables (`views.py`).
@@ -31,7 +31,7 @@ class Listing:
     """What a command lists.
 
     data: for programs. parts: for people. answers: what the nodes said. failing: nodes that failed
-    at another question. is_known: whether all others that were asked have answered, as workers.
+    at another question. is_known: False if others that were asked, such as workers, did not answer.
     """
 
     data: Any
@@ -41,14 +41,14 @@ class Listing:
     is_known: bool = True
 
 
-def list_command(show: Callable[..., Listing]) -> Callable[..., None]:
+def list_command(make: Callable[..., Listing]) -> Callable[..., None]:
     """Make a command of a function of the app that returns a listing."""
 
     @as_json
-    @wraps(show)
+    @wraps(make)
     @click.pass_context
     def command(ctx: click.Context, /, as_json: bool, **given: Any) -> None:
-        listing = show(app_from(ctx), **given)
+        listing = make(app_from(ctx), **given)
         answers = listing.answers
         lines = [*failing_lines({**answers.failing, **listing.failing}), *unknown_lines(answers)]
         print_result(as_json, listing.data, *listing.parts, *lines)

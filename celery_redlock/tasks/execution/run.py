@@ -153,10 +153,10 @@ class LockedRun:
             self.token.mark_superseded(redlock_of(task.app).session, task.name)
         pause = 0.0
         try:
-            self._try_once(pause)
+            self._try_once(0.0)
             while self.unsent is not None:
                 pause = self._try_in_slot(self.unsent, pause)
-        except Exception:
+        except Exception:  # Celery stores it as the outcome
             raise
         except BaseException as end:
             # the worker stops, or this greenlet is killed, and nobody else has the message
@@ -165,28 +165,28 @@ class LockedRun:
                 self.delivery.reporter.message_lost(RedlockError(lost))
             raise
 
-    def _try_in_slot(self, unsent: NotRepublishedError, before: float) -> float:
-        """Wait in the slot, and try; return the seconds of the wait. before: those of the last one.
+    def _try_in_slot(self, unsent: NotRepublishedError, last_pause: float) -> float:
+        """Wait in the slot, and try; return the seconds of the wait.
 
         A soft time limit is one on the body, which has not begun: it ends this try alone.
         """
         try:
-            pause = outcomes.pause_in_slot(self.delivery, unsent, before)
+            delivery = self.delivery
+            # it goes on in its slot as if the message had come back
+            self.delivery = Delivery(delivery.task, delivery.request, unsent.header)
+            pause = outcomes.pause_in_slot(self.delivery, unsent, last_pause)
             self._try_once(pause)
         except SoftTimeLimitExceeded:
-            return before
+            return last_pause
         return pause
 
     def _try_once(self, wait_in_slot: float) -> None:
-        """Try to acquire; if the broker then does not take the message back, set `unsent`."""
+        """Try to acquire. `unsent` is the error if the broker then refuses to take it back."""
         try:
             self._try_to_acquire(wait_in_slot)
             self.unsent = None
         except NotRepublishedError as error:
             self.unsent = error
-            delivery = self.delivery
-            # it goes on in its slot as if the message had come back
-            self.delivery = Delivery(delivery.task, delivery.request, error.header)
 
     def _try_to_acquire(self, wait_in_slot: float) -> None:
         """Acquire the lock, or end this delivery.

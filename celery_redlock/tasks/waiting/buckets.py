@@ -28,7 +28,7 @@ class Buckets:
         self.forget()
 
     def forget(self) -> None:
-        """Forget all messages: the connection to the broker is lost, and Celery's buckets empty."""
+        """Forget all messages: the broker is lost, and Celery has emptied its buckets."""
         self._waiting: dict[Any, list[QueueKey]] = {}  # by request
         self._first: dict[QueueKey, Any] = {}  # by queue: the first of these requests
 

@@ -38,7 +38,7 @@ class Prefetch:
         self.forget()
 
     def forget(self) -> None:
-        """Forget the messages above the capacity, as none waits any more."""
+        """Forget the messages above the capacity: none waits. Called with the queues' mutex."""
         self._loop.cancel(self._eviction)
         self._eviction = None
         self._above = 0  # how many more messages wait than the capacity allows

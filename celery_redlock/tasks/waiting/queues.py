@@ -1,4 +1,4 @@
-"""Deferred messages in the order in which they try, and what a worker remembers for them. Pure.
+"""Deferred messages in the order in which they try, and what a worker remembers for them. No I/O.
 
 The broker's own order of priorities goes first, then the first deferral.
 

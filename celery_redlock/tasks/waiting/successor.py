@@ -201,10 +201,10 @@ class Successor:
             is_far = place.rank >= NAMED_AT_MOST or isinstance(head.queue.limit, Rate)
             if head.waits_for_release and (is_over or is_far):  # else it tries at its ETA
                 self._wait_on(head, place)
-        elif head.queue.limit == 1 or not self._holds_back(head, place):
+        elif head.queue.limit == 1 or not self._postpone_for_pool(head, place):
             self._dispatch(head, step, more=place.free - place.rank > 1)
 
-    def _holds_back(self, head: WaitingMessage, place: Place) -> bool:
+    def _postpone_for_pool(self, head: WaitingMessage, place: Place) -> bool:
         """Let a head wait on that would wait in the pool; return whether it does.
 
         The permits that are free are for those before it, and for what the pool has not begun.
@@ -269,14 +269,14 @@ class Successor:
         has_asked = utc_now().timestamp() - run.time_start >= self._times.asks_within
         return None if has_asked else TURN
 
-    def _ask_next(self, before: WaitingMessage, *, had_succeeded: bool, more: bool) -> None:
+    def _ask_next(self, dispatched: WaitingMessage, *, had_succeeded: bool, more: bool) -> None:
         """Ask in a while for the heads that follow a dispatched message.
 
         It may be refused another lock before, and then no release of this one follows. Its success
         makes that superfluous. had_succeeded: an earlier message with its id has, which says
         nothing. more: as of `_dispatch`.
         """
-        name, limit, _ = before.queue
+        name, limit, _ = dispatched.queue
         heads = self._dispatcher.heads_to_run(name)
         if not heads:
             return
@@ -284,7 +284,7 @@ class Successor:
             # a release hands on one message, but more permits may be free
             self._ask_after(0.0 if more else self._times.ask_next_after, name, Step(FALLBACK))
             return
-        step = Step(FALLBACK, unless=None if had_succeeded else str(before.request.id))
+        step = Step(FALLBACK, unless=None if had_succeeded else str(dispatched.request.id))
         if self._is_needed(step):
             self._ask_after(self._times.retry_next_after, name, step)
 

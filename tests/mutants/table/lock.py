@@ -122,7 +122,7 @@ MUTANTS = (
            "lock.engine.callers:Callers.move",
            "contract/test_permits.py::waits_for_the_one_that_refused",
            "        caller.limit = limit\n", ""),
-    Mutant("a refusal has the limit of another key",
+    Mutant("a refusal of a permit has a limit of one",
            "lock.engine.acquirer:Acquirer._failed",
            "contract/test_permits.py::each_key_has_its_own_limit",
            "limit = lease.key.limit", "limit = 1"),
