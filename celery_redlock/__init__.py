@@ -1,14 +1,30 @@
 """Locks for Celery tasks: a Redlock on a majority of independent Redis or Valkey nodes.
 
 A task with `@app.task(base=LockedTask)` runs once at a time for the same arguments; see README.md.
-Three floors: `lock/` knows no Celery, `tasks/` is the lock in a task's life, `operate/` is for the
-people who run workers. `testing/` is for tests. Beside the folders:
+Read `wiring.py` first: when Celery calls which part. Then read `lock/lock.py` and `tasks/task.py`.
 
-- `errors.py`: every error, and how its text describes a holder (also one that no longer renews).
-- `label.py`: the holder's label, with the run's name in it. `anchors.py`: links into the pages.
-- `signals.py`: the public signals. `wiring.py`: when Celery calls which part, in one list.
-- `django.py`: a locked task that is sent at the end of a transaction.
-- `compatibility.py`: the private names of Celery and others that the package uses, in one list.
+- `lock/`: `Redlock`, `Lock`: quorum, leases, fencing tokens, watchdog, restart guard. It imports no
+  Celery.
+- `tasks/`: `LockedTask`: options, keys, deduplication, deferral, redelivery, recovery of dead
+  workers.
+- `operate/`: for the people who run workers: the command `celery redlock`, metrics, traces, checks
+  of the settings.
+- `testing/`: `FakeNode`, `EmbeddedNode`, `hold`: support for tests.
+- `wiring.py`: `RECEIVERS`, `STEPS`, `connect`: all receivers of Celery's signals, bootsteps and
+  commands, in one list.
+- `beat.py`: `LockedScheduler`, `WrappedScheduler`: the periodic scheduler for several `celery beat`
+  processes. Only the holder of one lock (the leader) sends periodic tasks.
+- `signals.py`: `lock_acquired`, `lock_lost`, `LockDeferredEvent`, `send`: the public signals, and
+  the records that they carry.
+- `errors.py`: `RedlockError`, `LockTaken`, `QuorumUnreachable`, `LockLost`: every error.
+  `describe_taken` says who holds a lock.
+- `label.py`: `RunId`, `Holder`: the text in a lock's value that names its holder. `escaped` makes a
+  text of others safe to show.
+- `anchors.py`: `command_for`, `see`: the command in an error or a log line that prints the passage
+  of the documentation.
+- `django.py`: `LockedDjangoTask`: a locked task that is sent once the transaction is committed.
+- `compatibility.py`: `ANYWHERE`, `IN_WORKERS`, `check`, `find`: the private names of Celery, kombu,
+  billiard and redis-py that the package uses. A version that lacks a required name is refused.
 """
 
 from celery_redlock import compatibility  # noqa: F401 - first: it checks what the others import

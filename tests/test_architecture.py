@@ -277,7 +277,7 @@ def test_a_folder_has_short_functions_with_few_parameters(folder: str) -> None:
                 assert len(parameters_of(node)) <= 8, (file, name)
 
 
-@pytest.mark.parametrize("folder", FOLDERS)
+@pytest.mark.parametrize("folder", ["", *FOLDERS])
 def test_a_folder_says_what_lives_there_and_what_to_read_first(folder: str) -> None:
     text = ast.get_docstring(tree_of(PACKAGE / folder / "__init__.py"))
     assert text is not None
@@ -287,6 +287,22 @@ def test_a_folder_says_what_lives_there_and_what_to_read_first(folder: str) -> N
     floor = PACKAGE / folder.partition("/")[0]
     named = set(re.findall(r"`([a-z_]+\.py)`", text))
     assert not [name for name in named if not list(floor.rglob(name))], folder
+    lines = set(re.findall(r"^- `(\w+\.py)`: ", text, re.MULTILINE))
+    assert lines == {path.name for path in files_of(folder)} - {"__init__.py"}
+    classes = set(re.findall(r"`((?:[A-Z]+[a-z]+)+)(?:\.\w+)?`", text))
+    assert not classes - Classes().methods.keys(), f"{folder}: no class has this name"
+
+
+@pytest.mark.parametrize("folder", ["", *FOLDERS])
+def test_the_line_of_a_file_names_what_is_in_that_file(folder: str) -> None:
+    text = ast.get_docstring(tree_of(PACKAGE / folder / "__init__.py")) or ""
+    lines = re.findall(r"^- `(\w+\.py)`: ((?:`[\w.]+`,?\s)*`[\w.]+`):", text, re.MULTILINE)
+    for file, names in lines:
+        nodes = nodes_of(PACKAGE / folder / file)
+        defined = {getattr(node, "name", "") for node in nodes if not isinstance(node, ast.alias)}
+        defined |= {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+        missing = set(re.findall(r"\w+", names)) - defined
+        assert not missing, f"{folder}/{file} has no {missing}"
 
 
 def files_of(folder: str) -> list[Path]:

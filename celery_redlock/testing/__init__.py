@@ -1,10 +1,18 @@
 """Support for tests of locked tasks: fake nodes with a clock, embedded servers, worker processes.
 
-Read `node.py` first: a `FakeNode` is a lock node without a server. It answers by the shipped
-scripts (`model.py`, `server.lua`), and by its `VirtualClock`, which a test moves, also with
-freezegun or time-machine. `holders.py`: hold a lock, lose a lock, check that it was released, or
-run without any lock. `servers.py`: real servers and workers, which `reaper.py` kills if the test
-run dies.
+Read `node.py` first: a `FakeNode` is a lock node without a server.
+
+- `node.py`: `FakeNode`, `VirtualClock`, `fake_nodes`: a node that is a thread of this process, with
+  a clock that a test moves, also with freezegun or time-machine. `FakeServer` is one life of a
+  node.
+- `model.py`: `Server`, `Engine`: runs the shipped scripts in a real Lua, over keys in memory
+  (`server.lua`).
+- `holders.py`: `hold`, `lose`, `assert_released`, `locking_off`: hold a lock as another owner, lose
+  a lock, check that it was released, or run without any lock. `use_nodes` gives an app other nodes.
+- `servers.py`: `EmbeddedNode`, `WorkerProcess`, `embedded_nodes`: real servers and workers, which a
+  test kills and pauses.
+- `reaper.py`: `watch`, `forget`, `reap`: kills servers and workers if the test run dies.
+
 Not here: the fixtures; pytest finds them in `pytest_celery_redlock`, beside the package. Needs the
 extra `celery_redlock[testing]`; no other folder imports this one. Examples: docs/how-to/test.md.
 """

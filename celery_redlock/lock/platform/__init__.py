@@ -1,10 +1,16 @@
 """What the lock uses of the interpreter and the operating system: time, threads, wake-ups.
 
-Not here: sockets, servers and locks. This folder imports nothing else of the package. Read
-`clock.py` first: a `Platform` is one value, so that a simulation can pass its own.
+Read `clock.py` first: a `Platform` is one value, so that a simulation can pass its own.
 
-- `threads.py`: threads, locks that are only tried, queues of jobs, timers, and poll objects and
-  wakers, also under gevent, whose hub must not see a closed descriptor.
-- `forks.py`: what is reset in a forked child, also in one that C code forked.
-- `coroutines.py`: an asyncio task that waits for the lock, and the threads that work for it.
+- `clock.py`: `Platform`, `Clock`, `SystemClock`: the only source of time. `new_token` makes the
+  random token of a lock's value.
+- `threads.py`: `DeadlineTimer`, `Waker`, `TryLock`, `JobQueue`: real threads, also under gevent:
+  timers, wake-ups, locks that are only tried, queues of jobs, poll objects (`new_poll`,
+  `PollBehindHub`). `uninterruptible` marks functions that no exception may cut.
+- `coroutines.py`: `ThreadPool`, `StepRunner`, `rest`: asyncio: runs the blocking steps of a
+  coroutine in threads, and its pauses in the event loop.
+- `forks.py`: `reset_in_children`, `check_process`, `call_at_end`: what is reset in a forked child,
+  also in one that C code forked, and what a process does at its end.
+
+Not here: sockets, servers and locks. This folder imports nothing else of the package.
 """

@@ -1,10 +1,25 @@
 """The command `celery redlock`: what it shows, what it does, and how that is printed.
 
-Read `commands.py` first: each of the commands. `group.py` has what they share: the app, deadlines
-of a question to the broker, and printing. `listing.py` has the form of a list, which may lack what
-nodes did not say. `views.py` has what they show, as tables and as JSON. `stranded.py` has what they
-show of workers that are gone, `task_view.py` where one task stands. `top.py`, `hold.py` and
-`recover.py` have one command each, `explain.py` the pages that errors and logs name.
+Read `commands.py` first.
+
+- `commands.py`: `status`, `locks`, `break_`, `doctor`: each of the commands that read, change
+  something or check settings; also `waiters`, `show`, `claims`, `trust`, `setup`, `options`.
+- `group.py`: `RedlockGroup`, `Table`, `app_from`, `within_deadline`: what the commands share: the
+  app, deadlines of a question to the broker, printing as text or JSON (`as_data`).
+- `listing.py`: `Listing`, `list_command`: the form of a list, which may lack what nodes did not
+  say.
+- `views.py`: `WaitersView`, `node_table`, `lock_tables`, `ask_workers`: what the commands show of
+  nodes, locks and waiters, as tables and as JSON.
+- `task_view.py`: `TaskView`: where one task stands, by its id.
+- `stranded.py`: `StrandedView`, `RecoveryTime`: what lies with workers that are gone, and when it
+  is back.
+- `top.py`: `top`, `Look`: the live screen of nodes, locks and waiting tasks.
+- `hold.py`: `hold`, `ResourceHold`: an operator holds a resource: its tasks wait, and it is drained
+  once no run is left.
+- `recover.py`: `recover`, `recover_dead`, `Older`: moves the messages of dead workers back to their
+  queues.
+- `explain.py`: `explain`, `find_passage`, `Passage`: prints the passage of the documentation that
+  an error or a log line names.
 
 Not here: the queries to the nodes (`lock/inspection.py`, `lock/node_status.py`), and the answers of
 workers (`operate/control.py`).

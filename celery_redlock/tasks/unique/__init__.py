@@ -1,10 +1,16 @@
 """Deduplication of sends: `unique_for` publishes one message per resource and period.
 
 A send claims a unique key on the nodes, publishes its message, and confirms. The message carries a
-token, by which its run releases the key. Not here: the lock of that run (`tasks/execution`). Read
-`claim.py` first: the steps of one send, whether it is a duplicate (`Claim`), what a worker does
-with the token (`ClaimToken`), and the mark that stops an earlier message which a later one
-replaces. `rounds.py` is the compare-and-set on all nodes (`unique.lua`), which earlier send a
-quorum names, and the release. `send.py` puts the token and the options of any call into the
-message.
+token, by which its run releases the key. Read `claim.py` first: the steps of one send.
+
+- `claim.py`: `Claim`, `ClaimToken`, `end_claim`: claims the key or finds that the send is a
+  duplicate; what a worker does with the token at the start and the end of a run.
+  `ClaimToken.mark_superseded` marks the earlier message that a debounced send replaces.
+- `rounds.py`: `ClaimRound`, `EarlierSend`, `ClaimRelease`: the compare-and-set on all nodes
+  (`unique.lua`), which earlier send a quorum names, and the release.
+- `send.py`: `send_unique`, `send_claimed`, `add_to_header`, `carry_options`: puts the token and the
+  options of any call into the message; gives a duplicate the result of the earlier send.
+
+Not here: the lock of the run (`tasks/execution`), and where a send of a locked task begins
+(`tasks/sending.py`).
 """
