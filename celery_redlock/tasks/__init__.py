@@ -37,8 +37,9 @@ settings to a worker's start:
   its lock.
 - `recovery/`: `RecoverMessages`, `Keeper`: the messages of a dead worker.
 - `children/`: `ChildReaper`: the locks of pool processes that were killed.
-- `startup.py`: `install`, `AdoptingRegistry`, `RefuseToStart`, `report_nodes`: an app that
-  finalizes adopts the tasks that `redlock_tasks` names; what a worker checks and logs at its start.
+- `startup.py`: `install`, `AdoptingRegistry`, `adopt_task`, `RefuseToStart`, `report_nodes`: an app
+  that finalizes adopts the tasks that `redlock_tasks` names, each by `adopt_task`; what a worker
+  checks and logs at its start.
 
 Not here: how a lock is acquired (`lock/`), and when Celery calls which part (the module `wiring`).
 """
