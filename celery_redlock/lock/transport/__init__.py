@@ -4,8 +4,8 @@ Read `nodes.py` first: it writes to all nodes, waits, and calls the handlers of 
 
 - `nodes.py`: `Nodes`: commands to all nodes: `Nodes.broadcast` and `Nodes.scatter` write,
   `Nodes.wait` waits until a round is decided, `Nodes.query` returns the replies. `Nodes.drain`
-  reads late replies and drops connections with an overdue reply. `Nodes` also sends a script again with
-  its source to a server that does not know its digest (NOSCRIPT).
+  reads late replies and drops connections with an overdue reply. `Nodes` also sends a script again
+  with its source to a server that does not know its digest (NOSCRIPT).
 - `node.py`: `Node`, `Gate`: one node's connection: reconnects with backoff, and drops a node that
   is overdue. `Gate` decides which connections are used.
 - `connection.py`: `Connection`, `RedisConnection`, `PubSub`: writes and reads bytes; keeps the
