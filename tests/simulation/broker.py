@@ -297,6 +297,7 @@ class Broker:
         """Let a list take nothing more."""
         self.world.note("%s takes nothing", name)
         self.refusing.add(name)
+        self.world.witness.refused(name)
 
     def take_again(self, name: str) -> None:
         """Let a list take what comes again."""

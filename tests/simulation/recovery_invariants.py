@@ -62,6 +62,7 @@ class Witness:
         self._claims: dict[str, tuple[float, Worker | None]] = {}
         self._clock_set_at = -math.inf
         self._last: dict[tuple[str, str], int] = {}  # number that was moved last, by lease and list
+        self._refusing = set[str]()  # lists that have taken nothing for a while
         self._looks: dict[Worker, tuple[float, float, float]] = {}  # since, sent, answered
 
     def check(self) -> None:
@@ -159,15 +160,17 @@ class Witness:
                 assert found is not None
                 which = found.lease, found.list
                 before = self._last.get(which, math.inf)
-                if found.number > before and not (was_kept or tag in self._late):
+                is_late = was_kept or tag in self._late or found.list in self._refusing
+                if found.number > before and not is_late:
                     self.broken("in_order", f"{tag} after {before}")
                 self._last[which] = found.number
 
     def refused(self, name: str) -> None:
-        """Take note that a list takes nothing for a while: order is not kept there."""
-        for lease, of in list(self._last):
-            if of == name:
-                del self._last[lease, of]
+        """Take note that a list takes nothing for a while: order is not kept there from now on.
+
+        What was refused is moved later than the older messages that came after it in one move.
+        """
+        self._refusing.add(name)
 
     def _was_noted(self, about: Delivery) -> None:
         tag = about.tag
