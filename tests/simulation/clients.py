@@ -5,7 +5,6 @@ Each process hands its own `Platform` to the shipped code: its clock, threads, m
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import logging
 import math
@@ -22,6 +21,7 @@ from celery_redlock.lock.model.acquisition import Acquisition
 from celery_redlock.lock.model.lease import Lease
 from celery_redlock.lock.model.rate import RateKey, Start
 from celery_redlock.lock.platform.clock import Platform
+from celery_redlock.lock.platform.forks import call_at_end
 from celery_redlock.lock.platform.threads import DeadlineTimer
 from celery_redlock.lock.server.handshake import ServerInfo
 from celery_redlock.lock.server.tenures import KEPT_MS, tenure_of
@@ -638,9 +638,11 @@ def simulated_system() -> Iterator[None]:
         package.level, package.propagate = before
 
 
-@atexit.register  # so it comes before what the package has registered
 def end_sessions() -> None:
     """Leave nothing to deliver as the test process ends: the nodes of a schedule are gone then."""
     for session in sessions():
         if isinstance(session.clock, Clock):
             session.is_closed = True
+
+
+call_at_end(end_sessions)  # it comes before what the package has registered earlier
