@@ -22,13 +22,14 @@ from celery_redlock.tasks.per_app import redlock_of
 from celery_redlock.tasks.unique.claim import ClaimToken
 from celery_redlock.testing import WorkerProcess
 from tests import fork_server
-from tests.conftest import PATIENCE, eventually
-from tests.integration.conftest import ROOT, Line, Stage
+from tests.conftest import PATIENCE, Nodes, eventually
+from tests.integration.conftest import ROOT, Line, MakeStage, Stage
 from tests.integration.deliveries import QUEUE, deliver, heard, run_here, see_drained
 from tests.integration.test_loss import take_away
 
 DROPPED = "another delivery of its message has finished"
 WAITS = "is already running, by another delivery"
+MAY_RUN = "cannot check whether another delivery"
 REVOKE_LEAVES_STATES = pytest.mark.skipif(
     celery.VERSION < (5, 7), reason="there revoke itself writes REVOKED at once"
 )
@@ -324,16 +325,39 @@ def test_a_copy_that_is_revoked_ends_nothing_while_the_message_that_it_was_made_
 ) -> None:
     """As of a worker that dies between putting it back and acknowledging: no flag tells of it."""
     result, message = begin(stage, key)
+    deliver(stage, put_back(result, message), flagged=False)
+    revoke(worker, result)
+    eventually(lambda: says(worker, WAITS, result) or stage.info(result)["status"] == "REVOKED")
+    assert stage.info(result)["status"] == "STARTED"
+    see_first_end(stage, worker, key, result)
+
+
+@REVOKE_LEAVES_STATES
+def test_a_revoked_copy_ends_nothing_while_no_node_says_whether_the_message_runs(
+    make_stage: MakeStage, mortal_nodes: Nodes
+) -> None:
+    stage = make_stage(mortal_nodes, task_track_started=True)
+    worker = stage.worker(**WORKER)
+    result, message = begin(stage, "k")
+    deliver(stage, put_back(result, message), flagged=False)
+    revoke(worker, result)
+    for node in mortal_nodes:
+        node.pause()
+    eventually(lambda: says(worker, MAY_RUN, result) or stage.info(result)["status"] == "REVOKED")
+    for node in mortal_nodes:
+        node.resume()
+    assert stage.info(result)["status"] == "STARTED"
+    see_first_end(stage, worker, "k", result)
+
+
+def put_back(result: Any, message: str) -> str:
+    """Return a message as a worker published it that had deferred it, and then died."""
     copy = json.loads(message)
     ago = utc_now().timestamp() - 1.0
     header = LockHeader(id=result.id, deferral=Deferral(1, ago, ago, 2.0))
     later = utc_now() + timedelta(seconds=2)
     copy["headers"] |= {"redlock": header.to_message(), "eta": later.isoformat()}
-    deliver(stage, json.dumps(copy), flagged=False)
-    revoke(worker, result)
-    eventually(lambda: says(worker, WAITS, result) or stage.info(result)["status"] == "REVOKED")
-    assert stage.info(result)["status"] == "STARTED"
-    see_first_end(stage, worker, key, result)
+    return json.dumps(copy)
 
 
 @pytest.mark.parametrize(("first", "second"), [(1, 3), (3, 1), (3, 5)])

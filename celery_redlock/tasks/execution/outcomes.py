@@ -70,8 +70,11 @@ def end_refused(delivery: Delivery, refusal: Refusal) -> None:
     error = refusal.error
     is_taken = isinstance(error, LockTaken)
     may_wait = is_taken or refusal.options.on_unreachable == "defer" or cancelled is not None
-    # if no quorum votes, nobody knows whether the first delivery of a redelivery runs or is done
-    is_own = is_held_by_own_run(delivery, error) if is_taken else delivery.is_redelivered
+    # if no quorum votes, nobody knows whether the first delivery of a redelivery runs or is done. A
+    # cancelled message may be a copy of one that runs, and REVOKED would replace its state
+    may_be_a_copy = delivery.acks_late and delivery.may_have_run_elsewhere
+    is_unclear = delivery.is_redelivered or (cancelled is not None and may_be_a_copy)
+    is_own = is_held_by_own_run(delivery, error) if is_taken else is_unclear
     if may_wait and is_own and delivery.can_republish:
         wait_for_first_delivery(delivery, error)
     if cancelled is not None:
