@@ -384,6 +384,7 @@ def become(request: dict[str, Any]) -> None:
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["env"])
+    cast("Any", sys.stdout).reconfigure(line_buffering=True)  # tests read it as it comes
     if warned := os.environ.get("PYTHONWARNINGS"):
         warnings.simplefilter(cast("Any", warned))
     words = request["command"]

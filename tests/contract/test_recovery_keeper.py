@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -138,7 +139,7 @@ def test_a_run_whose_message_was_moved_publishes_no_second_copy(
     take_for_dead(ledger, lost)
     see_another(keeper, lost)
     header = LockHeader(id="1", deferral=Deferral(at=time_of_nodes(app), countdown=3600.0))
-    own = f"moved {acks_late}"  # the queues of memory:// are those of the process
+    own = f"moved {uuid.uuid4()}"  # the queues of memory:// are those of the process
     sent = {
         "id": "1", "task": "late", "args": (), "kwargs": {}, "retries": 0,
         "properties": {"delivery_tag": tag}, HEADER: header.to_message(),
