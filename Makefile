@@ -5,7 +5,7 @@ SECONDS ?= 600
 QUICK ?=
 PYTHONS ?=
 
-.PHONY: shop test test-all pythons docs night benchmarks clean
+.PHONY: shop test test-all pythons docs night benchmarks release-check clean
 
 shop:  ## the example: a shop without and with the lock
 	$(PYTHON) -m example_worker
@@ -41,6 +41,9 @@ benchmarks:  ## what a lock costs, with celery_redlock[benchmarks] installed; QU
 	$(PYTHON) -m benchmarks.tens $(QUICK)
 	$(PYTHON) -m benchmarks.postgres $(QUICK)
 	$(PYTHON) -m benchmarks.comparison $(QUICK)
+
+release-check:  ## what a release needs and no account has to do; QUICK=--quick leaves out the hours
+	$(PYTHON) -m tests.release_check $(QUICK)
 
 clean:  ## what the commands above made
 	rm -rf .venv build .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,9 +1,9 @@
-"""What each `celery` process imports of celery_redlock: the name of a command, and two hooks.
+"""The module that each `celery` process imports: a command group and two hooks.
 
-This module is outside the package, because Celery imports it in each of its processes, also for an
-app that locks nothing. It imports the package if there is something to do: `celery redlock` is
-called, `redlock_tasks` is set, or a task has an option of a lock. The package imports this module,
-so the hooks are there once.
+It is outside the package, because Celery imports it in every process, also for an app that locks
+nothing. It imports the package only if that is needed: `celery redlock` is called, `redlock_tasks`
+is set, or a task has a `lock_*` option. The package imports this module, too, so the hooks are
+connected once.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from celery.signals import worker_init
 
 INSPECT_COMMANDS = ("redlock_held", "redlock_waiting", "redlock_settings")
 
-workers: weakref.WeakSet[Any] = weakref.WeakSet()  # the workers that this process has begun
+workers: weakref.WeakSet[Any] = weakref.WeakSet()  # workers of this process, not prepared yet
 
 
 class LateGroup(click.Command):
-    """Stands for a command group, which is imported when it is called."""
+    """Stands for the command group `redlock`, which is imported when it is called."""
 
     def make_context(self, *args: Any, **options: Any) -> click.Context:
-        """Return a context of the group: click goes on with the command of the context."""
+        """Return a context of the group; click then runs the command of the context."""
         try:
             from celery_redlock.operate.cli import redlock as group
         except ImproperlyConfigured as error:  # of an app that has finalized before the import
@@ -39,29 +39,29 @@ redlock = LateGroup("redlock", help="Show the locks of tasks, and repair what is
 
 
 def without_proxy(app: Any) -> Any:
-    """Return an app, also for `celery.current_app`, which stands for one and cannot be a key."""
+    """Return the app behind a proxy such as `celery.current_app`, which cannot be a dict key."""
     return app._get_current_object() if hasattr(type(app), "_get_current_object") else app
 
 
 def lock_names(task: Any) -> set[str]:
-    """Return the names in `lock_*` that a task sets itself, and that none of its bases declares."""
-    own, *bases = type(task).__mro__
-    found = {name for name in vars(own) if name.startswith("lock_")}
-    return {name for name in found if not any(name in vars(base) for base in bases)}
+    """Return the `lock_*` attributes that a task sets and none of its bases declares."""
+    task_class, *bases = type(task).__mro__
+    names = {name for name in vars(task_class) if name.startswith("lock_")}
+    return {name for name in names if not any(name in vars(base) for base in bases)}
 
 
 def at_end_of_finalize(app: Any, finish: Callable[[Any], object]) -> None:
-    """Call a function when an app has finalized; what it raises comes out of `finalize`.
+    """Call `finish` at the end of an app's `finalize`, so that its errors come out of `finalize`.
 
-    Source: celery.app.base: `finalize` calls this `send` last, and it logs what a receiver raises.
-    An error that is raised before would leave the app with only some of its tasks.
+    Source: celery.app.base: `finalize` calls this `send` last, and only logs what a receiver
+    raises. An error that is raised earlier would leave the app with only some of its tasks.
     """
     signal = app.on_after_finalize
     send = signal.send
 
-    def send_and_finish(*args: Any, **named: Any) -> Any:
+    def send_and_finish(*args: Any, **options: Any) -> Any:
         signal.send = send
-        responses = send(*args, **named)
+        responses = send(*args, **options)
         finish(app)
         return responses
 
@@ -69,7 +69,7 @@ def at_end_of_finalize(app: Any, finish: Callable[[Any], object]) -> None:
 
 
 def look_at_app(app: Any) -> None:
-    """Hand an app that finalizes to the package, if the package is to do something for it."""
+    """Watch an app that finalizes, or check its tasks at the end of `finalize`."""
     if _is_needed(app):
         from celery_redlock import wiring
 
@@ -86,7 +86,7 @@ def _look_at_tasks(app: Any) -> None:
 
 
 def look_at_worker(sender: Any, **_: Any) -> None:
-    """Let the package prepare a worker; of an app that is yet to finalize it does so then."""
+    """Register a worker, and check its tasks now unless its app has yet to finalize."""
     sender.app = without_proxy(sender.app)
     workers.add(sender)
     if sender.app.finalized or not _hears_finalize:
@@ -97,7 +97,7 @@ def look_at_worker(sender: Any, **_: Any) -> None:
 
 
 def _end_at_start(worker: Any, error: Exception) -> None:
-    """Have a worker end with an error; the package does so by a bootstep if it can be imported."""
+    """Add a bootstep that raises the error. If the package is imported, its own bootstep does."""
     if "celery_redlock.wiring" in sys.modules:
         return
 
@@ -114,14 +114,14 @@ def _is_needed(app: Any) -> bool:
 
 try:
     from celery._state import connect_on_app_finalize
-except ImportError:  # `celery_redlock.compatibility` raises it as soon as the package is needed
+except ImportError:  # `celery_redlock.compatibility` reports it when the package is imported
     _hears_finalize = False
 else:
     _hears_finalize = True
     connect_on_app_finalize(look_at_app)
 worker_init.connect(look_at_worker, weak=False)
 if not set(INSPECT_COMMANDS).isdisjoint(sys.argv):
-    # `celery inspect` knows the registered commands alone, and loads no tasks
+    # `celery inspect` knows only registered commands, and loads no tasks
     from celery_redlock.wiring import connect
 
     connect()

@@ -34,14 +34,14 @@ ROTATIONS = 60
 QUICK_ROTATIONS = 10
 COUNT = 50  # tasks of one key
 QUICK_COUNT = 20
-MOMENT = 0.05  # s: of their bodies
-QUIET = 1.0  # s without a message in a queue or a worker, after which all is over
-LOOK = 0.05  # s
+BODY_SECONDS = 0.05  # s that the body of such a task takes
+IDLE_TIME = 1.0  # s without a message in a queue or a worker, after which all is over
+CHECK_INTERVAL = 0.05  # s
 PATIENCE = 120.0  # s
-PROBES = 0.25  # s between two sends of a key that is blocked
-GIVEN_UP = 2.5  # timeouts after which a key counts as blocked for good
-LONG = 20.0  # s of a body whose worker is killed; it is run again in whole
-DOWN = 8.0  # s for which a server is down
+SEND_INTERVAL = 0.25  # s between two sends of a key that is blocked
+BLOCKED_AFTER = 2.5  # timeouts after which a key counts as blocked for good
+KILLED_BODY = 20.0  # s that a body takes whose worker is killed; the repeated run takes as long
+OUTAGE = 8.0  # s for which a server is down
 GRACE = TIMEOUT + 2  # s for which a new node of ours does not vote yet, and a second more
 WAITS = "waits"
 STOPPED = ", the first body is stopped"
@@ -61,10 +61,10 @@ def main() -> None:
     with contextlib.ExitStack() as stack:
         broker = stack.enter_context(EmbeddedNode())
         three = stack.enter_context(embedded_nodes(3))
-        theirs, own = stack.enter_context(embedded_nodes(2))
+        single_node, own_node = stack.enter_context(embedded_nodes(2))
         sides = [
-            Side("three", broker, three, theirs, {OURS: f"{OURS}, 3 nodes"}),
-            Side("one", broker, [own], theirs, {OURS: f"{OURS}, 1 node"}),
+            Side("three", broker, three, single_node, {OURS: f"{OURS}, 3 nodes"}),
+            Side("one", broker, [own_node], single_node, {OURS: f"{OURS}, 1 node"}),
         ]
         figures = measure(sides, quick=options.quick)
     stored = {"versions": versions(), "figures": figures}
@@ -76,24 +76,26 @@ def main() -> None:
 
 def measure(sides: Sequence[Side], *, quick: bool) -> Figures:
     """Return all figures of each lock."""
-    found: Figures = {name: {"nodes": one.nodes} for side in sides for name, one in side.locks()}
+    figures: Figures = {
+        name: {"nodes": entry.nodes} for side in sides for name, entry in side.locks()
+    }
     for side in sides:
-        merge(found, uncontended(side, QUICK_ROTATIONS if quick else ROTATIONS))
-        merge(found, contended(side, QUICK_COUNT if quick else COUNT))
+        merge(figures, uncontended(side, QUICK_ROTATIONS if quick else ROTATIONS))
+        merge(figures, contended(side, QUICK_COUNT if quick else COUNT))
     with contextlib.ExitStack() as stack:
         for side in sides:
             side.start(stack, "wide", slots=2 * len(side.entries) + 4)
         for phase in (killed, outlived, server_down, restarted):
             for side in sides:
                 side.clear()
-            merge(found, phase(sides))
-    return found
+            merge(figures, phase(sides))
+    return figures
 
 
-def merge(found: Figures, more: Mapping[str, Mapping[str, Any]]) -> None:
+def merge(figures: Figures, additions: Mapping[str, Mapping[str, Any]]) -> None:
     """Add figures to each lock's others."""
-    for name, figures in more.items():
-        found[name].update(figures)
+    for name, values in additions.items():
+        figures[name].update(values)
 
 
 @dataclass
@@ -145,9 +147,9 @@ class Side:
         self.app, self.tasks = contestants.build(self.broker.url, urls, self.single.url)
         ours = Entry(self.names[OURS], self.tasks[OURS], len(urls), waits=True)
         self.entries = [ours] + [
-            Entry(one.name, self.tasks[one.name], one.nodes, one.waits)
-            for one in OTHERS
-            if one.name in self.tasks
+            Entry(contestant.name, self.tasks[contestant.name], contestant.nodes, contestant.waits)
+            for contestant in OTHERS
+            if contestant.name in self.tasks
         ]
         self.client = self.broker.client()
 
@@ -166,11 +168,11 @@ class Side:
         """Start workers of a queue of their own; the stack ends them."""
         workers = [
             WorkerProcess(
-                "benchmarks.contestants", name=f"{self.queue(role)}-{n}", env=self._env,
+                "benchmarks.contestants", name=f"{self.queue(role)}-{number}", env=self._env,
                 queues=[self.queue(role)], pool="prefork" if slots > 1 else "solo",
                 concurrency=slots,
             )
-            for n in range(count)
+            for number in range(count)
         ]  # fmt: skip
         for worker in workers:
             stack.push(worker)
@@ -194,18 +196,21 @@ class Side:
 
     def spans(self, key: str) -> list[Span]:
         """Return the runs of a key that have ended, in the order of their beginnings."""
-        begun: dict[int, float] = {}
-        found: list[Span] = []
-        for event, its, number, at in self.events():
-            if its == key and event == "begin":
-                begun[number] = at
-            elif its == key and number in begun:
-                found.append((number, begun.pop(number), at))
-        return sorted(found, key=lambda span: span[1])
+        began_at: dict[int, float] = {}
+        spans: list[Span] = []
+        for event, event_key, number, moment in self.events():
+            if event_key == key and event == "begin":
+                began_at[number] = moment
+            elif event_key == key and number in began_at:
+                spans.append((number, began_at.pop(number), moment))
+        return sorted(spans, key=lambda span: span[1])
 
     def count(self, event: str, key: str) -> int:
         """Return how often something happened to a key."""
-        return sum((its_event, its) == (event, key) for its_event, its, _, _ in self.events())
+        return sum(
+            (stored_event, stored_key) == (event, key)
+            for stored_event, stored_key, _, _ in self.events()
+        )
 
     def state(self, task_id: str) -> str:
         """Return the state of a task."""
@@ -217,39 +222,39 @@ class Side:
 
     def await_idle(self, role: str) -> None:
         """Return once no message has been anywhere for a moment."""
-        last = time.monotonic()
+        busy_at = time.monotonic()
         end = time.monotonic() + PATIENCE
-        while time.monotonic() - last < QUIET:
+        while time.monotonic() - busy_at < IDLE_TIME:
             if time.monotonic() > end:
-                said = "\n".join(worker.output()[-2000:] for worker in self.workers.values())
-                raise RuntimeError(f"the workers of {self.queue(role)} do not finish:\n{said}")
-            time.sleep(LOOK)
+                logs = "\n".join(worker.output()[-2000:] for worker in self.workers.values())
+                raise RuntimeError(f"the workers of {self.queue(role)} do not finish:\n{logs}")
+            time.sleep(CHECK_INTERVAL)
             if not self.is_idle(role):
-                last = time.monotonic()
+                busy_at = time.monotonic()
 
 
 def overlaps(spans: Iterable[Span]) -> int:
     """Return how many runs began while an earlier one had not ended."""
     count = 0
-    latest = 0.0
-    for _, begun, ended in spans:
-        count += begun < latest
-        latest = max(latest, ended)
+    latest_end = 0.0
+    for _, began, ended in spans:
+        count += began < latest_end
+        latest_end = max(latest_end, ended)
     return count
 
 
 def until(done: Callable[[], object], seconds: float) -> bool:
-    """Return whether a condition came true within so long."""
+    """Return whether a condition comes true within this many seconds."""
     end = time.monotonic() + seconds
     while not done():
         if time.monotonic() > end:
             return False
-        time.sleep(LOOK)
+        time.sleep(CHECK_INTERVAL)
     return True
 
 
 def uncontended(side: Side, count: int) -> Figures:
-    """Return what the send and the run of a task cost that meets no other, to a plain task's."""
+    """Return the cost of a send and of an uncontended run, as ratios to those of a plain task."""
     plain = Entry(PLAIN, side.tasks[PLAIN], 0, waits=False)
     by_name = {PLAIN: plain, **dict(side.locks())}
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in by_name}
@@ -257,7 +262,7 @@ def uncontended(side: Side, count: int) -> Figures:
     number = 0
     with contextlib.ExitStack() as stack:
         side.start(stack, "timed", slots=1)
-        for turn, order in enumerate(rotations(by_name, count + 1)):
+        for rotation, order in enumerate(rotations(by_name, count + 1)):
             for name in order:
                 side.tasks["hold"].apply_async(queue=queue, ignore_result=True)
                 side.client.blpop([HOLDS], timeout=int(PATIENCE))
@@ -265,55 +270,63 @@ def uncontended(side: Side, count: int) -> Figures:
                 for _ in range(BATCH):
                     number += 1
                     by_name[name].send(str(number), number, 0, queue, ignore_result=True)
-                sent = (time.perf_counter() - started) / BATCH
+                send_seconds = (time.perf_counter() - started) / BATCH
                 side.tasks["tell"].apply_async(queue=queue, ignore_result=True)
                 side.client.rpush(GO, "yes")
                 answer = cast("Any", side.client.blpop([SECONDS], timeout=int(PATIENCE)))
-                if turn:  # the first one makes connections
-                    times[name].append((sent, json.loads(answer[1])))
-    fast = {name: [fastest(of) for of in zip(*both, strict=True)] for name, both in times.items()}
+                if rotation:  # the first one makes connections
+                    times[name].append((send_seconds, json.loads(answer[1])))
+    fastest_of = {
+        name: [fastest(steps) for steps in zip(*pairs, strict=True)]
+        for name, pairs in times.items()
+    }
     return {
         name: {
-            step: round(mine / its, 2)
-            for step, mine, its in zip(("send", "run"), fast[name], fast[PLAIN], strict=True)
+            step: round(seconds / plain_seconds, 2)
+            for step, seconds, plain_seconds in zip(
+                ("send", "run"), fastest_of[name], fastest_of[PLAIN], strict=True
+            )
         }
         for name, _ in side.locks()
     }
 
 
 def fastest(seconds: Iterable[float]) -> float:
-    """Return what the fastest tenth stays below: other work on the machine only makes it slower."""
+    """Return the first decile: other work on the machine only makes a task slower."""
     return quantiles(seconds, n=10)[0]
 
 
 def contended(side: Side, count: int) -> Figures:
-    """Return what becomes of many tasks of one key that are sent at once, to two workers."""
-    found: Figures = {}
+    """Send many tasks of one key at once to two workers, and return what becomes of them."""
+    figures: Figures = {}
     with contextlib.ExitStack() as stack:
         side.start(stack, "crowd", slots=2, count=2)
         for name, entry in side.locks():
             side.clear()
             for key in ("warm", "hot"):
                 started = time.monotonic()
-                many = count if key == "hot" else 4
-                ids = [entry.send(key, n, MOMENT, side.queue("crowd")) for n in range(many)]
+                task_count = count if key == "hot" else 4
+                ids = [
+                    entry.send(key, number, BODY_SECONDS, side.queue("crowd"))
+                    for number in range(task_count)
+                ]
                 side.await_idle("crowd")
             spans = side.spans(entry.key("hot"))
             finished = side.count("end", entry.key("hot"))
-            sent = {task_id for task_id in ids if task_id}
-            states = [side.state(task_id) for task_id in sent]
-            ended = sum(state == "SUCCESS" for state in states)
-            found[name] = {
+            sent_ids = {task_id for task_id in ids if task_id}
+            states = [side.state(task_id) for task_id in sent_ids]
+            successes = sum(state == "SUCCESS" for state in states)
+            figures[name] = {
                 "sent_at_once": count,
                 "finished": finished,
-                "not sent": count - len(sent),
-                "SUCCESS without a run": max(0, ended - finished),
-                "refused": len(sent) - max(ended, finished),
-                "refused as": sorted({s for s in states if s != "SUCCESS"}),
+                "not sent": count - len(sent_ids),
+                "SUCCESS without a run": max(0, successes - finished),
+                "refused": len(sent_ids) - max(successes, finished),
+                "refused as": sorted({state for state in states if state != "SUCCESS"}),
                 "overlaps": overlaps(spans),
-                "time": round((spans[-1][2] - started) / (finished * MOMENT), 2),
+                "time": round((spans[-1][2] - started) / (finished * BODY_SECONDS), 2),
             }
-    return found
+    return figures
 
 
 def killed(sides: Sequence[Side]) -> Figures:
@@ -322,28 +335,31 @@ def killed(sides: Sequence[Side]) -> Figures:
     Each lock has two keys: a task of one is sent again and again. The message of the other is
     delivered to a second worker at once, as RabbitMQ does, and Redis after its visibility timeout.
     """
-    began, again = strike(sides)
+    killed_at, redelivered_ids = strike(sides)
     for side in sides:
-        redeliver(side, again)
-    free: dict[str, float] = {}
-    repeated: dict[str, float] = {}
+        redeliver(side, redelivered_ids)
+    freed_after: dict[str, float] = {}
+    repeated_after: dict[str, float] = {}
     number = 0
-    while time.monotonic() - began < GIVEN_UP * TIMEOUT:
+    while time.monotonic() - killed_at < BLOCKED_AFTER * TIMEOUT:
         number += 1
         for side in sides:
             for name, entry in side.locks():
-                see_begun(side, entry.key("blocked"), began, free, name)
-                see_begun(side, entry.key("again"), began, repeated, name)
-                if name not in free and (number == 1 or not entry.waits):
+                see_begun(side, entry.key("blocked"), killed_at, freed_after, name)
+                see_begun(side, entry.key("again"), killed_at, repeated_after, name)
+                if name not in freed_after and (number == 1 or not entry.waits):
                     entry.send("blocked", number, 0.1, side.queue("wide"))
-        time.sleep(PROBES)
+        time.sleep(SEND_INTERVAL)
     for side in sides:  # what runs again would take slots from the next phase
         for name, entry in side.locks():
-            if name in repeated:
+            if name in repeated_after:
                 until(partial(side.count, "end", entry.key("again")), PATIENCE)
     names = [name for side in sides for name, _ in side.locks()]
     return {
-        name: {"blocked": relative(free.get(name)), "again": relative(repeated.get(name))}
+        name: {
+            "blocked": relative(freed_after.get(name)),
+            "again": relative(repeated_after.get(name)),
+        }
         for name in names
     }
 
@@ -353,13 +369,13 @@ def strike(sides: Sequence[Side]) -> tuple[float, set[str]]:
 
     Return the monotonic s of the kill, and the ids of the tasks whose message comes again.
     """
-    again: set[str] = set()
+    redelivered_ids: set[str] = set()
     with contextlib.ExitStack() as stack:
         victims = [side.start(stack, "victim", slots=2 * len(side.entries))[0] for side in sides]
         for side in sides:
             for entry in side.entries:
-                entry.send("blocked", 0, LONG, side.queue("victim"))
-                again.add(entry.send("again", 0, LONG, side.queue("victim")))
+                entry.send("blocked", 0, KILLED_BODY, side.queue("victim"))
+                redelivered_ids.add(entry.send("again", 0, KILLED_BODY, side.queue("victim")))
         for side, victim in zip(sides, victims, strict=True):
             keys = [entry.key(key) for entry in side.entries for key in ("blocked", "again")]
             if not until(partial(side.all_begun, keys), PATIENCE):
@@ -370,15 +386,19 @@ def strike(sides: Sequence[Side]) -> tuple[float, set[str]]:
             )  # fmt: skip
         for victim in victims:
             victim.kill()
-        return time.monotonic(), again
+        return time.monotonic(), redelivered_ids
 
 
-def see_begun(side: Side, key: str, since: float, found: dict[str, float], name: str) -> None:
-    """Note how long after a moment the first run of a key began."""
-    begun = [at for event, its, _, at in side.events() if (event, its) == ("begin", key)]
-    later = [at - since for at in begun if at > since]
-    if later:
-        found.setdefault(name, min(later))
+def see_begun(side: Side, key: str, start: float, delay_of: dict[str, float], name: str) -> None:
+    """Note how long after `start` the first run of a key began."""
+    begins = [
+        moment
+        for event, event_key, _, moment in side.events()
+        if (event, event_key) == ("begin", key)
+    ]
+    delays = [moment - start for moment in begins if moment > start]
+    if delays:
+        delay_of.setdefault(name, min(delays))
 
 
 def relative(seconds: float | None) -> float | None:
@@ -406,46 +426,48 @@ def outlived(sides: Sequence[Side]) -> Figures:
     has ended, while the second one runs within its own timeout.
     """
     ids: dict[str, list[str]] = {}
-    for at, length in ((0.0, 2.0), (1.7, 0.9), (2.3, 0.1)):
-        if not at:
+    for offset, length in ((0.0, 2.0), (1.7, 0.9), (2.3, 0.1)):
+        if not offset:
             started = time.monotonic()
-        time.sleep(max(0.0, started + at * TIMEOUT - time.monotonic()))
+        time.sleep(max(0.0, started + offset * TIMEOUT - time.monotonic()))
         for side in sides:
             for entry in side.entries:
-                sent = entry.send("long", int(at * 10), length * TIMEOUT, side.queue("wide"))
-                ids.setdefault(entry.name, []).append(sent)
-    found: Figures = {}
+                task_id = entry.send("long", int(offset * 10), length * TIMEOUT, side.queue("wide"))
+                ids.setdefault(entry.name, []).append(task_id)
+    figures: Figures = {}
     for side in sides:
         side.await_idle("wide")
         for name, entry in side.locks():
             spans = side.spans(entry.key("long"))
-            found[name] = {
+            figures[name] = {
                 "outlived": overlaps(spans),
                 "outlived runs": len(spans),
-                "outlived, states": [side.state(i) if i else "not sent" for i in ids[name]],
+                "outlived, states": [
+                    side.state(task_id) if task_id else "not sent" for task_id in ids[name]
+                ],
             }
-    return found
+    return figures
 
 
 def server_down(sides: Sequence[Side]) -> Figures:
     """Kill one node of each lock, and return what becomes of a task that is sent then."""
-    found: Figures = {}
+    figures: Figures = {}
     victims = [sides[0].several[-1], sides[0].single, sides[1].several[0]]
     for node in victims:
         node.kill()
-    sent: dict[str, str] = {}
+    task_ids: dict[str, str] = {}
     for side in sides:
         for name, entry in side.locks():
             try:
-                sent[name] = entry.send("down", 0, MOMENT, side.queue("wide"))
+                task_ids[name] = entry.send("down", 0, BODY_SECONDS, side.queue("wide"))
             except Exception as error:  # each package has a class of its own
-                found[name] = {"server down": f"the send raises {type(error).__name__}"}
-    time.sleep(DOWN)
+                figures[name] = {"server down": f"the send raises {type(error).__name__}"}
+    time.sleep(OUTAGE)
     fates = {
-        name: fate(side, entry, sent[name])
+        name: fate(side, entry, task_ids[name])
         for side in sides
         for name, entry in side.locks()
-        if name in sent
+        if name in task_ids
     }
     for node in victims:
         node.start()
@@ -454,9 +476,11 @@ def server_down(sides: Sequence[Side]) -> Figures:
         side.await_idle("wide")
         for name, entry in side.locks():
             if name in fates:
-                later = fates[name] == WAITS and side.all_begun([entry.key("down")])
-                found[name] = {"server down": f"{WAITS}, runs later" if later else fates[name]}
-    return found
+                runs_later = fates[name] == WAITS and side.all_begun([entry.key("down")])
+                figures[name] = {
+                    "server down": f"{WAITS}, runs later" if runs_later else fates[name]
+                }
+    return figures
 
 
 def fate(side: Side, entry: Entry, task_id: str) -> str:
@@ -485,18 +509,18 @@ def restarted(sides: Sequence[Side]) -> Figures:
     for side in sides:
         for entry in side.entries:
             entry.send("restart", 1, 0.5, side.queue("wide"))
-    found: Figures = {}
+    figures: Figures = {}
     for side in sides:
         side.await_idle("wide")
         for name, entry in side.locks():
             spans = side.spans(entry.key("restart"))
-            found[name] = {
+            figures[name] = {
                 "restarted": overlaps(spans),
                 "restarted runs": len(spans),
                 "restarted, stopped": side.count("cut", entry.key("restart")),
                 "restarted, the first": side.state(ids[name]),
             }
-    return found
+    return figures
 
 
 def versions() -> dict[str, str]:
@@ -505,7 +529,11 @@ def versions() -> dict[str, str]:
     return {
         "Python": platform.python_version(),
         **{name: version(name) for name in names},
-        **{one.package: one.installed for one in OTHERS if one.package and one.installed},
+        **{
+            contestant.package: contestant.installed
+            for contestant in OTHERS
+            if contestant.package and contestant.installed
+        },
     }
 
 
@@ -522,25 +550,27 @@ FAILURES = (
     "lock", "blocked after a kill", "run again", "overlaps, long body", "a server down",
     "overlaps, restarted",
 )  # fmt: skip
-ALIKE = {"nodes", "overlaps", "blocked after a kill"}  # a sentence of the page says each
+EQUAL_COLUMNS = {"nodes", "overlaps", "blocked after a kill"}  # a sentence of the page each
 
 
-def cost_row(name: str, of: Mapping[str, Any]) -> list[str]:
+def cost_row(name: str, figures: Mapping[str, Any]) -> list[str]:
     """Return the row of a lock in the first table."""
-    refused = f"{of['refused']} {', '.join(of['refused as'])}".strip()
+    refused = f"{figures['refused']} {', '.join(figures['refused as'])}".strip()
     return [
-        name, str(of["nodes"]), f"{of['send']:.2f}", f"{of['run']:.2f}",
-        f"{of['finished']} of {of['sent_at_once']}", str(of["not sent"]),
-        str(of["SUCCESS without a run"]), refused, str(of["overlaps"]), f"{of['time']:.2f}",
+        name, str(figures["nodes"]), f"{figures['send']:.2f}", f"{figures['run']:.2f}",
+        f"{figures['finished']} of {figures['sent_at_once']}", str(figures["not sent"]),
+        str(figures["SUCCESS without a run"]), refused, str(figures["overlaps"]),
+        f"{figures['time']:.2f}",
     ]  # fmt: skip
 
 
-def failure_row(name: str, of: Mapping[str, Any]) -> list[str]:
+def failure_row(name: str, figures: Mapping[str, Any]) -> list[str]:
     """Return the row of a lock in the second table."""
     return [
-        name, multiple(of["blocked"], f"> {GIVEN_UP:g}"), multiple(of["again"], "lost"),
-        f"{of['outlived']} of 2", of["server down"],
-        f"{of['restarted']}{STOPPED if of['restarted, stopped'] else ''}",
+        name, multiple(figures["blocked"], f"> {BLOCKED_AFTER:g}"),
+        multiple(figures["again"], "lost"),
+        f"{figures['outlived']} of 2", figures["server down"],
+        f"{figures['restarted']}{STOPPED if figures['restarted, stopped'] else ''}",
     ]  # fmt: skip
 
 
@@ -548,8 +578,8 @@ def rows(stored: Mapping[str, Any]) -> list[tuple[Sequence[str], list[list[str]]
     """Return the heads and rows of both tables."""
     figures = stored["figures"].items()
     return [
-        (COSTS, [cost_row(name, of) for name, of in figures]),
-        (FAILURES, [failure_row(name, of) for name, of in figures]),
+        (COSTS, [cost_row(name, values) for name, values in figures]),
+        (FAILURES, [failure_row(name, values) for name, values in figures]),
     ]
 
 
@@ -560,9 +590,9 @@ def plain_tables(stored: Mapping[str, Any]) -> list[str]:
 
 def markdown(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
     """Return a table of a page, without the columns in which all locks are alike."""
-    shown = [number for number, name in enumerate(head) if name not in ALIKE]
+    columns = [number for number, name in enumerate(head) if name not in EQUAL_COLUMNS]
     all_lines = [head, ["---"] * len(head), *lines]
-    return "\n".join(f"| {' | '.join(line[one] for one in shown)} |" for line in all_lines)
+    return "\n".join(f"| {' | '.join(line[column] for column in columns)} |" for line in all_lines)
 
 
 def filled(page: str, stored: Mapping[str, Any]) -> str:
@@ -571,8 +601,8 @@ def filled(page: str, stored: Mapping[str, Any]) -> str:
     names = [f"{name} {number}" for name, number in sorted(stored["versions"].items())]
     places = {"cost": parts[0], "failures": parts[1], "versions": ", ".join(names)}
     for mark, text in places.items():
-        before, begin, rest = page.partition(f"<!-- {mark} -->\n")
-        _, end, after = rest.partition("\n<!-- end -->")
+        before, begin, remainder = page.partition(f"<!-- {mark} -->\n")
+        _, end, after = remainder.partition("\n<!-- end -->")
         if not begin or not end:
             raise ValueError(f"{PAGE.name} has no place for {mark}")
         page = before + begin + text + end + after

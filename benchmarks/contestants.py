@@ -110,8 +110,8 @@ def celery_singleton(app: Celery, urls: Sequence[str]) -> Any:
     """Return a task of celery-singleton, locked from the send to the end of the run."""
     base = importlib.import_module("celery_singleton").Singleton
     app.conf.update(singleton_backend_url=urls[0], singleton_lock_expiry=TIMEOUT)
-    made = app.task(name="celery-singleton", shared=False, base=base, unique_on=["key"])
-    return made(run)
+    decorate = app.task(name="celery-singleton", shared=False, base=base, unique_on=["key"])
+    return decorate(run)
 
 
 def rhubarb(app: Celery, urls: Sequence[str]) -> Any:
@@ -128,12 +128,12 @@ def celery_heimdall(app: Celery, urls: Sequence[str]) -> Any:
     """
     base = importlib.import_module("celery_heimdall").HeimdallTask
     node = Redis.from_url(urls[0])
-    own = type("OnOneNode", (base,), {"abstract": True, "setup_redis": lambda self: node})
-    how = {
+    task_class = type("OnOneNode", (base,), {"abstract": True, "setup_redis": lambda self: node})
+    options = {
         "unique": True, "key": lambda args, kwargs: str(args[0]), "unique_timeout": TIMEOUT,
         "unique_lock_blocking": False,
     }  # fmt: skip
-    return app.task(name="celery-heimdall", shared=False, base=own, heimdall=how)(run)
+    return app.task(name="celery-heimdall", shared=False, base=task_class, heimdall=options)(run)
 
 
 def redis_py(app: Celery, urls: Sequence[str]) -> Any:
@@ -155,12 +155,12 @@ def cookbook(app: Celery, urls: Sequence[str]) -> Any:
     @contextlib.contextmanager
     def added(key: str) -> Iterator[bool]:
         cache = _node(urls[0])
-        latest = time.monotonic() + TIMEOUT * 0.9
+        deadline = time.monotonic() + TIMEOUT * 0.9
         is_new = bool(cache.set(f"cookbook:{key}", "1", nx=True, ex=TIMEOUT))
         try:
             yield is_new
         finally:
-            if is_new and time.monotonic() < latest:
+            if is_new and time.monotonic() < deadline:
                 cache.delete(f"cookbook:{key}")
 
     def body(key: str, number: int, seconds: float) -> None:
@@ -228,9 +228,11 @@ def build(broker: str, nodes: Sequence[str], single: str) -> tuple[Celery, dict[
     )
     tasks = {PLAIN: plain(app, nodes), OURS: celery_redlock(app, nodes)}
     if len(nodes) > 1:
-        for one in OTHERS:
-            if one.installed:
-                tasks[one.name] = one.make(app, nodes if one.nodes > 1 else [single])
+        for contestant in OTHERS:
+            if contestant.installed:
+                tasks[contestant.name] = contestant.make(
+                    app, nodes if contestant.nodes > 1 else [single]
+                )
 
     @app.task(name="hold", shared=False)
     def hold() -> None:

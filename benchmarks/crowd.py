@@ -27,11 +27,11 @@ from celery_redlock.testing import EmbeddedNode, WorkerProcess, embedded_nodes
 
 # messages that wait for one key
 SIZES = (50, 200, 2000)
-QUICK = (20, 50, 100)
+QUICK_SIZES = (20, 50, 100)
 # messages with a key for each
-APART = 500
-QUICK_APART = 100
-WARM = 20
+UNCONTENDED = 500
+QUICK_UNCONTENDED = 100
+WARM_UP = 20
 QUEUE = "crowd"
 TASK = "crowded"
 PATIENCE = 600  # s
@@ -49,7 +49,7 @@ def main() -> None:
         "--picture", action="store_true", help="write docs/pictures/crowd.svg from this run"
     )
     options = parser.parse_args()
-    sizes, apart = (QUICK, QUICK_APART) if options.quick else (SIZES, APART)
+    sizes, apart = (QUICK_SIZES, QUICK_UNCONTENDED) if options.quick else (SIZES, UNCONTENDED)
     with contextlib.ExitStack() as stack:
         broker = stack.enter_context(EmbeddedNode())
         crowd = Crowd(broker, stack.enter_context(embedded_nodes(3)))
@@ -58,16 +58,16 @@ def main() -> None:
             worker.launch()
         for worker in crowd.workers:
             worker.wait_ready()
-        crowd.run(WARM)  # connections, caches
-        crowd.run_apart(WARM)
+        crowd.run(WARM_UP)  # connections, caches
+        crowd.run_apart(WARM_UP)
         alone = crowd.run_apart(apart)
-        first, *others = (crowd.run(size) for size in sizes)
-        few = first.mean(crowd.run(sizes[0]))  # before and after the others
+        smallest, *larger = (crowd.run(size) for size in sizes)
+        baseline = smallest.mean(crowd.run(sizes[0]))  # before and after the others
         alone = alone.mean(crowd.run_apart(apart))
-    costs = dict(zip(sizes, (few, *others), strict=True))
+    costs = dict(zip(sizes, (baseline, *larger), strict=True))
     print(report(costs, alone))
     if options.picture:
-        figures = {str(size): asdict(cost.over(few)) for size, cost in costs.items()}
+        figures = {str(size): asdict(cost.over(baseline)) for size, cost in costs.items()}
         PICTURE.with_suffix(".json").write_text(json.dumps(figures, indent=2) + "\n")
         runpy.run_path(str(PICTURE), run_name="__main__")
 
@@ -82,15 +82,15 @@ class Cost:
 
     def mean(self, other: Cost) -> Cost:
         """Return what lies in the middle between two."""
-        return self._with(other, lambda mine, its: (mine + its) / 2)
+        return self._with(other, lambda first, second: (first + second) / 2)
 
     def over(self, other: Cost) -> Cost:
         """Return the ratios to another."""
-        return self._with(other, lambda mine, its: round(mine / its, 3))
+        return self._with(other, lambda value, reference: round(value / reference, 3))
 
-    def _with(self, other: Cost, do: Callable[[float, float], float]) -> Cost:
+    def _with(self, other: Cost, combine: Callable[[float, float], float]) -> Cost:
         names = [field.name for field in fields(self)]
-        return Cost(*(do(getattr(self, name), getattr(other, name)) for name in names))
+        return Cost(*(combine(getattr(self, name), getattr(other, name)) for name in names))
 
 
 class Crowd:
@@ -110,8 +110,8 @@ class Crowd:
             relay.QUEUE: QUEUE,
         }
         self.workers = [
-            WorkerProcess("benchmarks.relay", name=f"{QUEUE}-{n}", env=env, queues=[QUEUE])
-            for n in range(2)
+            WorkerProcess("benchmarks.relay", name=f"{QUEUE}-{number}", env=env, queues=[QUEUE])
+            for number in range(2)
         ]
         self._crowds = 0
 
@@ -143,7 +143,12 @@ class Crowd:
         with self._broker.client() as client:
             await_workers(self.workers, lambda: client.llen(f"{QUEUE}:ran") == count, PATIENCE)
             client.delete(f"{QUEUE}:ran")
-        return Cost(*((n - b) / count for n, b in zip(self._used(), before, strict=True)))
+        return Cost(
+            *(
+                (after - earlier) / count
+                for after, earlier in zip(self._used(), before, strict=True)
+            )
+        )
 
     def _used(self) -> list[float]:
         return [
@@ -162,11 +167,11 @@ def report(costs: dict[int, Cost], alone: Cost) -> str:
     costs: by the size of the crowd, the smallest first. alone: of an uncontended task.
     """
     sizes = list(costs)
-    few = costs[sizes[0]]
-    many = costs[sizes[-1]]
+    smallest = costs[sizes[0]]
+    largest = costs[sizes[-1]]
     rows = []
     for size, cost in costs.items():
-        ratio = cost.over(few)
+        ratio = cost.over(smallest)
         rows.append([
             str(size), f"{cost.published:.2f}", f"{ratio.published:.2f}", f"{cost.commands:.1f}",
             f"{ratio.commands:.2f}", f"{cost.seconds * 1000:.1f}", f"{ratio.seconds:.2f}",
@@ -186,16 +191,18 @@ def report(costs: dict[int, Cost], alone: Cost) -> str:
         "ratio",
         "to a key for each",
     ]
-    most = many.over(few)
+    ratios = largest.over(smallest)
     names = {"published": "messages", "commands": "commands on the nodes", "seconds": "CPU"}
     aims = [
-        Aim(f"{name} a task, {sizes[-1]} waiting / {sizes[0]}", getattr(most, field), AIM)
+        Aim(f"{name} a task, {sizes[-1]} waiting / {sizes[0]}", getattr(ratios, field), AIM)
         for field, name in names.items()
     ]
     aims += [
-        Aim(f"put again a task, {sizes[-1]} waiting", many.published - 1, AIM_PUT_AGAIN),
+        Aim(f"put again a task, {sizes[-1]} waiting", largest.published - 1, AIM_PUT_AGAIN),
         Aim(
-            f"CPU a task, {sizes[-1]} waiting / uncontended", many.seconds / alone.seconds, AIM_CPU
+            f"CPU a task, {sizes[-1]} waiting / uncontended",
+            largest.seconds / alone.seconds,
+            AIM_CPU,
         ),
     ]
     return f"{table(head, rows)}\n\n{against(aims)}"

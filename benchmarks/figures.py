@@ -1,4 +1,4 @@
-"""From the times of one interleaved run to ratios: no figure here means anything by itself."""
+"""Ratios of times that were measured in one interleaved run, and the tables that show them."""
 
 from __future__ import annotations
 
@@ -12,22 +12,25 @@ Kind = TypeVar("Kind", bound=Hashable)
 
 
 def rotations(kinds: Iterable[Kind], count: int) -> Iterator[list[Kind]]:
-    """Return so many orders of the same kinds, shuffled: none always runs after the same one."""
+    """Yield shuffled orders of the kinds, so that no kind always runs after the same one.
+
+    count: the number of orders.
+    """
     order = list(kinds)
-    chance = random.Random(1)
+    random_source = random.Random(1)
     for _ in range(count):
-        chance.shuffle(order)
+        random_source.shuffle(order)
         yield list(order)
 
 
 class Times(Generic[Kind]):
-    """Seconds a kind, one for each rotation, in the order of the rotations."""
+    """The seconds of each kind in each rotation, in the order of the rotations."""
 
     def __init__(self) -> None:
         self._seconds: dict[Kind, list[float]] = {}
 
     def add(self, rotation: Mapping[Kind, float]) -> None:
-        """Take the seconds of each kind in one rotation."""
+        """Add the seconds of each kind in one rotation."""
         for kind, seconds in rotation.items():
             self._seconds.setdefault(kind, []).append(seconds)
 
@@ -35,17 +38,17 @@ class Times(Generic[Kind]):
         """Return the median of a kind's seconds."""
         return median(self._seconds[kind])
 
-    def ratio(self, kind: Kind, to: Kind) -> float:
-        """Return the median of the ratios of two kinds, each ratio of one rotation.
+    def ratio(self, kind: Kind, reference: Kind) -> float:
+        """Return the median over the rotations of the ratio of two kinds.
 
-        What slows the machine for a while slows both, and is in neither.
+        Load on the machine slows both kinds of a rotation, so it cancels out.
         """
-        pairs = zip(self._seconds[kind], self._seconds[to], strict=True)
-        return median(mine / theirs for mine, theirs in pairs)
+        pairs = zip(self._seconds[kind], self._seconds[reference], strict=True)
+        return median(seconds / reference_seconds for seconds, reference_seconds in pairs)
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 0) -> str:
-    """Return rows of text in columns, flush right but for so many on the left."""
+    """Return rows of text in columns. left: the number of first columns that are flush left."""
     lines = [list(head), *map(list, rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
@@ -59,9 +62,9 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 0) 
 
 @dataclass(frozen=True)
 class Aim:
-    """What a figure of one run is to stay under; name: what it is a figure of.
+    """The bound that a figure of one run must not exceed. name: describes the figure.
 
-    is_least: it is to be the bound or more instead.
+    is_least: the figure must not fall below the bound instead.
     """
 
     name: str

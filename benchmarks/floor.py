@@ -1,9 +1,9 @@
-"""The floor: what one uncontended lock costs in I/O alone, with next to no Python around it.
+"""The floor: the cost of one uncontended lock in I/O alone, with almost no Python around it.
 
-It writes to bare sockets what the library was heard to write, packed once, polls until a quorum
-has answered, and leaves the replies to releases, and stragglers, to its next round, as the library
-does. It has no token of its own for each round, no deadlines, no threads and no failures: nobody
-should lock with it.
+It records the requests of the library once, and writes them to bare sockets. It polls until a
+quorum has answered. Late replies, and those to releases, are read in the next round, as the library
+does. It has no token for each round, no deadlines, no threads and no error handling, so it is no
+usable lock.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from celery_redlock import Redlock
 
 RESOURCE = "floor"
 TTL = 30.0  # s
-# for anything at all
-PATIENCE = 10.0
+# the longest wait for a reply
+PATIENCE = 10.0  # s
 PATIENCE_MS = 10_000
 _WORD = re.compile(rb'"((?:[^"\\]|\\.)*)"')  # as MONITOR quotes it
 
@@ -63,18 +63,18 @@ class Floor:
             sock.setblocking(False)
             self._by_descriptor[sock.fileno()] = sock
             self._wires.append((sock.fileno(), sock, grant, requests.release))
-        self._due = dict.fromkeys(self._by_descriptor, 0)  # bytes of replies not read yet
+        self._unread_bytes = dict.fromkeys(self._by_descriptor, 0)  # bytes of replies not read yet
         self._poll = select.poll()
         for descriptor in self._by_descriptor:
             self._poll.register(descriptor, select.POLLIN)
 
     def acquire(self) -> None:
         """Ask all nodes; return when a quorum granted. Raises RuntimeError where none does."""
-        due = self._due
+        unread_bytes = self._unread_bytes
         granted = self._granted
         for descriptor, sock, grant, _ in self._wires:
             sock.send(grant)
-            due[descriptor] += len(granted)
+            unread_bytes[descriptor] += len(granted)
         votes = 0
         while votes < self._quorum:
             ready = self._poll.poll(PATIENCE_MS)
@@ -82,19 +82,19 @@ class Floor:
                 raise RuntimeError("the floor got no answer: is a node down?")
             for descriptor, _ in ready:
                 data = self._by_descriptor[descriptor].recv(65536)
-                due[descriptor] -= len(data)
-                if due[descriptor] == 0:  # the last reply that is due is the grant's
+                unread_bytes[descriptor] -= len(data)
+                if unread_bytes[descriptor] == 0:  # the last reply that is due is the grant's
                     if not data.endswith(granted):
                         raise RuntimeError(f"the floor was not granted its lock: {data!r}")
                     votes += 1
 
     def release(self) -> None:
         """Write the release to all nodes; the next round reads what they say."""
-        due = self._due
+        unread_bytes = self._unread_bytes
         released = len(self._released)
         for descriptor, sock, _, release in self._wires:
             sock.send(release)
-            due[descriptor] += released
+            unread_bytes[descriptor] += released
 
     def close(self) -> None:
         """Close the sockets."""
@@ -124,7 +124,9 @@ def overheard(urls: Sequence[str], prefix: str) -> list[Requests]:
 
 def packed(*words: bytes) -> bytes:
     """Return a request as the protocol has it."""
-    return b"*%d\r\n" % len(words) + b"".join(b"$%d\r\n%b\r\n" % (len(w), w) for w in words)
+    return b"*%d\r\n" % len(words) + b"".join(
+        b"$%d\r\n%b\r\n" % (len(word), word) for word in words
+    )
 
 
 def connected(url: str) -> socket.socket:
@@ -172,10 +174,10 @@ def _tried(url: str, sock: socket.socket, requests: Requests, grant: bytes) -> t
     """Return a node's replies to a grant and its release, once it is seen that they do it."""
     replies = []
     with Redis.from_url(url) as node:
-        for request, stands in ((grant, True), (requests.release, False)):
+        for request, is_stored in ((grant, True), (requests.release, False)):
             sock.sendall(request)
             replies.append(sock.recv(65536))
-            if bool(node.exists(requests.key)) is not stands:
+            if bool(node.exists(requests.key)) is not is_stored:
                 raise RuntimeError(f"the floor's request was answered with {replies[-1]!r}")
     granted, released = replies
     return granted, released

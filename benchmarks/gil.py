@@ -24,8 +24,8 @@ from celery_redlock.testing import embedded_nodes
 
 TTL = 3.0  # s
 # ttls for which the GIL is kept
-FULL = 6
-QUICK = 2
+FULL_TTLS = 6
+QUICK_TTLS = 2
 TRIES = 3  # of each share, side by side
 SHARES = (0.06, 0.09, 0.12, 0.16, 0.2, 0.25, 0.3, 0.4, 0.5)
 WAYS = ("gives it up", "ours")
@@ -45,7 +45,7 @@ def main() -> None:
         urls = [server.url for server in servers]
         with Redlock(urls) as redlock:
             redlock.trust()
-        ttls = QUICK if arguments.quick else FULL
+        ttls = QUICK_TTLS if arguments.quick else FULL_TTLS
         shares = SHARES[1::3] if arguments.quick else SHARES
         kept = {way: [count_kept(way, share, ttls, urls) for share in shares] for way in WAYS}
     print(report(shares, kept))
@@ -54,8 +54,8 @@ def main() -> None:
 def count_kept(way: str, share: float, ttls: int, urls: Sequence[str]) -> int:
     """Return how many of some processes, side by side, keep their lock."""
     command = [sys.executable, "-m", "benchmarks.gil", "--hog", way, str(share), str(ttls), *urls]
-    tries = [subprocess.Popen(command) for _ in range(TRIES)]
-    return [each.wait() for each in tries].count(0)
+    processes = [subprocess.Popen(command) for _ in range(TRIES)]
+    return [process.wait() for process in processes].count(0)
 
 
 def keeps_its_lock(way: str, share: float, ttls: int, urls: Sequence[str]) -> bool:
@@ -89,12 +89,12 @@ def report(shares: Sequence[float], kept: dict[str, list[int]]) -> str:
 
 def greatest(shares: Sequence[float], kept: Sequence[int]) -> float:
     """Return the greatest share up to which no lock was lost."""
-    found = 0.0
+    share_kept = 0.0
     for share, count in zip(shares, kept, strict=True):
         if count < TRIES:
             break
-        found = share
-    return found
+        share_kept = share
+    return share_kept
 
 
 if __name__ == "__main__":

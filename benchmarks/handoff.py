@@ -26,12 +26,12 @@ from celery_redlock.testing import EmbeddedNode, WorkerProcess, embedded_nodes
 
 WAVE = 4  # tasks that are sent at once
 # waves of what is woken
-FULL = 24
-QUICK = 4
+FULL_WAVES = 24
+QUICK_WAVES = 4
 SLOW_WAVES = 4  # of each that goes by its delay
 PATIENCE = 120  # s
-MOST_PREFORK = 8  # workers; more of them are solo, so that they fit into a machine's memory
-LAUNCHED = 4  # workers that start at a time
+MAX_PREFORK = 8  # workers; more of them are solo, so that they fit into a machine's memory
+LAUNCHED_AT_ONCE = 4  # workers that start at a time
 AIM_P50 = 20.0  # ms
 AIM_P99 = 250.0  # ms
 
@@ -43,15 +43,15 @@ def main() -> None:
     parser.add_argument("--broker", help="a RabbitMQ's URL; else an embedded Valkey")
     parser.add_argument("--workers", type=int, default=2, help="of each way; solo if more than 8")
     options = parser.parse_args()
-    woken, slow = (QUICK, 1) if options.quick else (FULL, SLOW_WAVES)
+    woken, slow = (QUICK_WAVES, 1) if options.quick else (FULL_WAVES, SLOW_WAVES)
     with contextlib.ExitStack() as stack:
         store = stack.enter_context(EmbeddedNode())
         nodes = stack.enter_context(embedded_nodes(3))
-        where = (options.broker or store.url, store, nodes, options.workers)
+        site = (options.broker or store.url, store, nodes, options.workers)
         lanes = [
-            Lane("woken", "locked", woken, *where),
-            Lane("by the delay alone", "locked", slow, *where, wakes=False),
-            Lane("by hand, redis-py", "by hand", slow, *where),
+            Lane("woken", "locked", woken, *site),
+            Lane("by the delay alone", "locked", slow, *site, wakes=False),
+            Lane("by hand, redis-py", "by hand", slow, *site),
         ]
         for lane in lanes:
             lane.measure()
@@ -93,13 +93,13 @@ class Lane:
             relay.QUEUE: self._queue,
             relay.WAKES: "yes" if wakes else "no",
         }
-        pool, slots = ("prefork", 2) if workers <= MOST_PREFORK else ("solo", 1)
+        pool, slots = ("prefork", 2) if workers <= MAX_PREFORK else ("solo", 1)
         self.workers = [
             WorkerProcess(
-                "benchmarks.relay", name=f"{self._queue}-{n}", env=env, queues=[self._queue],
+                "benchmarks.relay", name=f"{self._queue}-{number}", env=env, queues=[self._queue],
                 pool=pool, concurrency=slots,
             )
-            for n in range(workers)
+            for number in range(workers)
         ]  # fmt: skip
 
     def measure(self) -> None:
@@ -109,8 +109,8 @@ class Lane:
             for worker in self.workers:
                 stack.push(worker)
             stack.callback(self._end)  # before each is waited for: they end side by side
-            for first in range(0, len(self.workers), LAUNCHED):
-                starting = self.workers[first : first + LAUNCHED]
+            for first in range(0, len(self.workers), LAUNCHED_AT_ONCE):
+                starting = self.workers[first : first + LAUNCHED_AT_ONCE]
                 for worker in starting:
                     worker.launch()
                 for worker in starting:
@@ -142,14 +142,14 @@ class Lane:
             queue.exchange(connection).delete()
 
     def _await(self) -> str:
-        found = cast(
+        reply = cast(
             "tuple[str, str] | None",
             self._client.blpop([f"{self._queue}:ran"], timeout=PATIENCE),
         )
-        if found is None:
-            said = "\n".join(worker.output() for worker in self.workers)
-            raise RuntimeError(f"{self._queue} does not answer:\n{said}")
-        return found[1]
+        if reply is None:
+            logs = "\n".join(worker.output() for worker in self.workers)
+            raise RuntimeError(f"{self._queue} does not answer:\n{logs}")
+        return reply[1]
 
     def percentile(self, share: float) -> float:
         """Return the ms below which this share of the hand-offs lies."""

@@ -43,8 +43,8 @@ KINDS = (  # in the order in which they are counted
 PAIRS = KINDS[:2]
 BATCH = 5  # tasks of one kind in a part: few, so that most parts have no wait
 # parts of each kind of tasks
-FULL = 24
-QUICK = 8
+FULL_PARTS = 24
+QUICK_PARTS = 8
 PAIR_PARTS = 3  # parts of each kind of pairs, to one of tasks
 NEW_TREE = "."  # the working tree
 PATIENCE = 3600  # s
@@ -61,13 +61,13 @@ def main() -> None:
                         help="of the locked task")  # fmt: skip
     parser.add_argument("old", help="a git revision, or a folder that has the package")
     parser.add_argument("new", nargs="?", default=NEW_TREE, help="the same; the working tree")
-    given = parser.parse_args()
-    count = QUICK if given.quick else FULL
-    names = (given.old, given.new)
+    arguments = parser.parse_args()
+    count = QUICK_PARTS if arguments.quick else FULL_PARTS
+    names = (arguments.old, arguments.new)
     with contextlib.ExitStack() as stack:
         trees = [unpacked(name, Path(stack.enter_context(TemporaryDirectory()))) for name in names]
-        old, new = counts(trees, count, BATCH, given.nodes)
-    print(f"nodes of the locked task: {given.nodes}\n")
+        old, new = counts(trees, count, BATCH, arguments.nodes)
+    print(f"nodes of the locked task: {arguments.nodes}\n")
     print(report(names, old, new, BATCH))
 
 
@@ -109,7 +109,7 @@ def ratio(old: Sequence[int], new: Sequence[int]) -> float:
 
     Later parts have more instructions, as some caches grow: those of the same turn are alike.
     """
-    return median(mine / theirs for theirs, mine in zip(old, new, strict=True))
+    return median(new_count / old_count for old_count, new_count in zip(old, new, strict=True))
 
 
 def of_one(parts: Parts, batch: int) -> Mapping[str, float]:
@@ -119,8 +119,8 @@ def of_one(parts: Parts, batch: int) -> Mapping[str, float]:
     and then the replies of all nodes are there at once, which spares a part some reads.
     """
     return {
-        kind: quantiles(of, method="inclusive")[0] / (1 if kind in PAIRS else batch)
-        for kind, of in parts.items()
+        kind: quantiles(counts, method="inclusive")[0] / (1 if kind in PAIRS else batch)
+        for kind, counts in parts.items()
     }
 
 
@@ -133,9 +133,9 @@ def by_kind(parts: Sequence[int], count: int) -> Parts:
     pairs = 2 * (of_pair + 2)
     if len(parts) != 1 + pairs + 2 * (count + 1):
         raise RuntimeError(f"{len(parts)} parts were counted, for {count} batches of each kind")
-    found = [parts[2 : 2 + of_pair], parts[of_pair + 4 : 2 * of_pair + 4]]
+    pair_parts = [parts[2 : 2 + of_pair], parts[of_pair + 4 : 2 * of_pair + 4]]
     tasks = parts[1 + pairs :]
-    return dict(zip(KINDS, [*found, tasks[2::2], tasks[3::2]], strict=True))
+    return dict(zip(KINDS, [*pair_parts, tasks[2::2], tasks[3::2]], strict=True))
 
 
 def send(broker: str, count: int, batch: int) -> None:
@@ -159,11 +159,13 @@ class Program:
 
     def __init__(self, tree: Path, words: Sequence[str], folder: Path) -> None:
         env = {**os.environ, "PYTHONPATH": str(tree), "PYTHONHASHSEED": "0"}
-        imported = f"import {PACKAGE}; print({PACKAGE}.__file__)"  # which compiles it, too
-        asked = [sys.executable, "-P", "-c", imported]
-        where = subprocess.run(asked, env=env, check=True, capture_output=True, text=True).stdout
-        if not Path(where).is_relative_to(tree):
-            raise RuntimeError(f"{where.strip()} is imported, and not what {tree} has")
+        script = f"import {PACKAGE}; print({PACKAGE}.__file__)"  # which compiles it, too
+        check_command = [sys.executable, "-P", "-c", script]
+        package_path = subprocess.run(
+            check_command, env=env, check=True, capture_output=True, text=True
+        ).stdout
+        if not Path(package_path).is_relative_to(tree):
+            raise RuntimeError(f"{package_path.strip()} is imported, and not what {tree} has")
         self._command = [
             "valgrind", "--tool=callgrind", "--instr-atstart=no", "--dump-before=getloadavg",
             "--zero-before=getsid", f"--callgrind-out-file={folder / 'out'}",
@@ -171,11 +173,11 @@ class Program:
         ]  # fmt: skip
         self._folder = folder
         self._log = folder / "log"
-        self._turns, theirs = socket.socketpair()
+        self._turns, child_end = socket.socketpair()
         self._turns.settimeout(PATIENCE)
-        with theirs, self._log.open("w") as log:
+        with child_end, self._log.open("w") as log:
             self._process = subprocess.Popen(
-                self._command, env=env, cwd=folder, stdin=theirs.fileno(), stdout=log, stderr=log
+                self._command, env=env, cwd=folder, stdin=child_end.fileno(), stdout=log, stderr=log
             )
 
     def has_begun(self) -> bool:
@@ -198,8 +200,8 @@ class Program:
     def parts(self) -> list[int]:
         """Return the instructions of each part up to the last mark, without those of waits."""
         self._turns.close()  # it ends, also if it waits because the other one has failed
-        if code := self._process.wait():
-            raise RuntimeError(f"{self._command} ended with {code}:\n{self._log.read_text()}")
+        if exit_code := self._process.wait():
+            raise RuntimeError(f"{self._command} ended with {exit_code}:\n{self._log.read_text()}")
         return summed(self._folder)
 
     def end(self) -> None:
@@ -212,13 +214,13 @@ class Program:
 def summed(folder: Path) -> list[int]:
     """Return the instructions of each part that a mark has ended, in their order."""
     parts = sorted(folder.glob("out.*"), key=lambda path: int(path.suffix[1:]))
-    found = []
+    counts = []
     for part in parts:
         match = re.search(r"^summary: (\d+)$", part.read_text(), re.MULTILINE)
         if match is None:
             raise RuntimeError(f"{part.name} of callgrind has no summary")
-        found.append(int(match[1]))
-    return found
+        counts.append(int(match[1]))
+    return counts
 
 
 def report(names: Sequence[str], old: Parts, new: Parts, batch: int) -> str:
@@ -227,11 +229,11 @@ def report(names: Sequence[str], old: Parts, new: Parts, batch: int) -> str:
     olds = of_one(old, batch)
     news = of_one(new, batch)
     rows = [
-        [kind, f"{olds[kind]:,.0f}", f"{news[kind]:,.0f}", f"{one:.4f}"]
-        for kind, one in ratios.items()
+        [kind, f"{olds[kind]:,.0f}", f"{news[kind]:,.0f}", f"{value:.4f}"]
+        for kind, value in ratios.items()
     ]
     head = ["instructions", *names, "new/old"]
-    aims = [Aim(kind, one, AIM) for kind, one in ratios.items()]
+    aims = [Aim(kind, value, AIM) for kind, value in ratios.items()]
     return f"{table(head, rows, left=1)}\n\n{against(aims)}"
 
 

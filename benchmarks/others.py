@@ -1,7 +1,7 @@
-"""Other people's locks, each over as many nodes as it can use; those not installed are left out.
+"""The locks of other packages, each over as many nodes as it can use, if it is installed.
 
-They renew nothing by themselves and ask one node after another, or in a thread for each; what they
-promise is not what a lock here promises, so that their figures are there to be seen, not beaten.
+They do not renew by themselves, and query one node after another, or in a thread for each node.
+They give weaker guarantees, so their figures are a reference and no competition.
 """
 
 from __future__ import annotations

@@ -23,11 +23,11 @@ SIZES = (1, 3, 5)
 BATCH = 50
 BATCH_OF_OTHERS = 10
 # rotations
-FULL = 300
-QUICK = 30
+FULL_ROTATIONS = 300
+QUICK_ROTATIONS = 30
 CONNECT_WAIT = 10.0  # s
 NODE_TIMEOUT = 0.2  # s
-SETTLED = 5 * NODE_TIMEOUT  # s after which a stopped node has been given up
+SETTLE_TIME = 5 * NODE_TIMEOUT  # s after which a stopped node has been given up
 AIM_FLOOR = 1.2
 AIM_ONE = 0.8
 AIM_THREE = 1.4
@@ -46,7 +46,7 @@ def main() -> None:
         nodes = stack.enter_context(embedded_nodes(max(SIZES)))
         runners = contestants(stack, [node.url for node in nodes])
         runners[OURS_STALLED] = stalled(stack, stack.enter_context(embedded_nodes(3)))
-        times = run(runners, QUICK if quick else FULL)
+        times = run(runners, QUICK_ROTATIONS if quick else FULL_ROTATIONS)
     print(report(times))
 
 
@@ -101,7 +101,7 @@ def stalled(stack: contextlib.ExitStack, nodes: Sequence[EmbeddedNode]) -> Runne
     runner = Runner(ours(stack, [node.url for node in nodes], "stalled"))
     runner.run()
     nodes[-1].pause()
-    end = monotonic() + SETTLED
+    end = monotonic() + SETTLE_TIME
     while monotonic() < end:
         runner.run()
     return runner
@@ -153,16 +153,16 @@ def others(times: Times[Kind]) -> str:
 
 def aims(times: Times[Kind]) -> list[Aim]:
     """Return what the run is to show."""
-    found = [
+    results = [
         Aim(f"ours / floor, nodes: {size}", times.ratio(("ours", size), ("floor", size)), AIM_FLOOR)
         for size in SIZES
     ]
-    for size, most in ((1, AIM_ONE), (3, AIM_THREE)):
+    for size, bound in ((1, AIM_ONE), (3, AIM_THREE)):
         figure = times.ratio(("ours", size), ("redis", 1))
-        found.append(Aim(f"ours, nodes: {size} / redis-py's, nodes: 1", figure, most))
+        results.append(Aim(f"ours, nodes: {size} / redis-py's, nodes: 1", figure, bound))
     figure = times.ratio(OURS_STALLED, ("ours", 3))
-    found.append(Aim("ours, one of 3 nodes stopped / none", figure, AIM_STALLED))
-    return found
+    results.append(Aim("ours, one of 3 nodes stopped / none", figure, AIM_STALLED))
+    return results
 
 
 def microseconds(times: Times[Kind], kind: Kind) -> str:

@@ -27,8 +27,8 @@ from celery_redlock.testing import EmbeddedNode, WorkerProcess
 from tests.postgres import PostgresNode, make_template
 
 # rotations of pairs
-FULL = 60
-QUICK = 6
+FULL_ROTATIONS = 60
+QUICK_ROTATIONS = 6
 FULL_TASKS = 30
 QUICK_TASKS = 4
 BATCH = 40
@@ -36,7 +36,7 @@ BATCH = 40
 FULL_WINDOW = 20.0
 QUICK_WINDOW = 6.0
 STATISTICS = 2.0  # seconds after which a server has counted what was done
-TOGETHER = 100  # keys in one lock whose renewal is waited for, as in one request of the watchdog
+KEYS_PER_LOCK = 100  # renewed in one request, as the watchdog does
 CHILDREN = 4
 AIM_RAW = 0.8
 RAW = "CREATE TABLE raw (id bytea PRIMARY KEY, value bytea, ends timestamptz)"
@@ -60,7 +60,7 @@ def main() -> None:
         redis = stack.enter_context(EmbeddedNode())
         raw = stack.enter_context(contextlib.closing(server.connect()))
         raw.execute(RAW)
-        times = pairs(stack, server, redis, raw, QUICK if quick else FULL)
+        times = pairs(stack, server, redis, raw, QUICK_ROTATIONS if quick else FULL_ROTATIONS)
         print(report_pairs(times), flush=True)
         print(renewals(server, raw, QUICK_WINDOW if quick else FULL_WINDOW), flush=True)
         broker = stack.enter_context(EmbeddedNode())
@@ -111,40 +111,42 @@ def report_pairs(times: Times[str]) -> str:
 
 def renewals(server: PostgresNode, raw: Any, window: float) -> str:
     """Return what a renewal of each of 1,000 locks costs, beside as many UPDATEs."""
-    rows = [(b"row %d" % number, b"value") for number in range(LOCKS)]
-    for row in rows:
-        raw.execute(INSERT, row)
+    keys = [(b"row %d" % number, b"value") for number in range(LOCKS)]
+    for key in keys:
+        raw.execute(INSERT, key)
     with Redlock([server.url], prefix="renewals") as redlock:
         redlock.trust()
         with held(redlock, TTL):
             cpu = renewed_in(server, window)
-        names = [[f"{first} {name}" for name in range(TOGETHER)] for first in range(0, LOCKS, 100)]
+        groups = [
+            [f"{start} {name}" for name in range(KEYS_PER_LOCK)] for start in range(0, LOCKS, 100)
+        ]
         with contextlib.ExitStack() as stack:
-            locks = [stack.enter_context(redlock.lock(some, ttl=60, wait=10)) for some in names]
+            locks = [stack.enter_context(redlock.lock(group, ttl=60, wait=10)) for group in groups]
             wall = min(timed(*[lock.extend for lock in locks]) for _ in range(5))
     started = thread_time()
-    bare = timed(*[partial(raw.execute, UPDATE, row) for row in rows])
-    spent = thread_time() - started
-    to = [f"{cpu / spent:.2f}", f"{wall / bare:.3f}"]
-    found = [
-        ["ours", f"{cpu * 1e3:.1f}", f"{wall * 1e3:.0f}", *to],
-        ["UPDATEs", f"{spent * 1e3:.1f}", f"{bare * 1e3:.0f}", "1", "1"],
+    update_wall = timed(*[partial(raw.execute, UPDATE, key) for key in keys])
+    update_cpu = thread_time() - started
+    ratios = [f"{cpu / update_cpu:.2f}", f"{wall / update_wall:.3f}"]
+    rows = [
+        ["ours", f"{cpu * 1e3:.1f}", f"{wall * 1e3:.0f}", *ratios],
+        ["UPDATEs", f"{update_cpu * 1e3:.1f}", f"{update_wall * 1e3:.0f}", "1", "1"],
     ]
     head = [f"{LOCKS} renewals", "client CPU ms", "wall ms", "CPU/UPDATEs", "wall/UPDATEs"]
-    return table(head, found, left=1) + "\n"
+    return table(head, rows, left=1) + "\n"
 
 
 def renewed_in(server: PostgresNode, window: float) -> float:
     """Return what the library's threads spend on one renewal of each lock, over a window."""
     sleep(STATISTICS)
-    ((first,),) = server.query(RENEWED)
+    ((before,),) = server.query(RENEWED)
     started = process_time() - thread_time()
     end = monotonic() + window
     while monotonic() < end:
         sleep(0.1)
-    spent = process_time() - thread_time() - started
-    ((last,),) = server.query(RENEWED)  # as late as the first count
-    return spent / int(last - first) * LOCKS
+    cpu = process_time() - thread_time() - started
+    ((after,),) = server.query(RENEWED)  # as late as the first count
+    return cpu / int(after - before) * LOCKS
 
 
 def timed(*works: Callable[[], object]) -> float:
@@ -158,11 +160,11 @@ def timed(*works: Callable[[], object]) -> float:
 def connections(server: PostgresNode, broker: EmbeddedNode) -> str:
     """Return how many connections a worker has at rest."""
     env = {worker.BROKER: broker.url, worker.NODES: server.url, worker.QUEUE: "rest"}
-    started = WorkerProcess(
+    running = WorkerProcess(
         "benchmarks.worker", pool="prefork", concurrency=CHILDREN, name="rest", env=env,
         queues=["rest"],
     )  # fmt: skip
-    with started:
+    with running:
         sleep(STATISTICS)
         ((count,),) = server.query(CONNECTIONS)
     return f"connections of a worker with {CHILDREN} children, at rest: {count}\n"

@@ -29,8 +29,8 @@ from celery_redlock.testing import EmbeddedNode, embedded_nodes
 
 NODES = 3
 BATCH = 40  # tries of one kind in a row
-FULL = 150  # rotations
-QUICK = 15
+FULL_ROTATIONS = 150  # rotations
+QUICK_ROTATIONS = 15
 TTL = 60.0  # s
 PLAIN = "plain"
 LOCKED = "locked"
@@ -58,7 +58,9 @@ def main() -> None:
         stack.enter_context(redlock.lock("held", ttl=TTL))
         client = stack.enter_context(Redis.from_url(urls[0]))
         stack.enter_context(client.lock("by hand", timeout=None))
-        times = run(tries_of(broker, urls, client), broker, QUICK if quick else FULL)
+        times = run(
+            tries_of(broker, urls, client), broker, QUICK_ROTATIONS if quick else FULL_ROTATIONS
+        )
     print(report(times))
 
 
@@ -89,7 +91,7 @@ def tries_of(broker: EmbeddedNode, urls: Sequence[str], client: Redis) -> dict[s
 def tried(task: Task) -> Try:
     """Return a function that runs a task as a worker's child does."""
     trace = build_tracer(task.name, task, app=task.app)
-    given = {
+    fields = {
         "lang": "py", "task": task.name, "delivery_info": {"exchange": "", "routing_key": "celery"},
         "retries": 0, "timelimit": [None, None], "origin": "here", "hostname": "here", "eta": None,
         "expires": None, "group": None, "parent_id": None, "kwargsrepr": "{}", "headers": {},
@@ -98,8 +100,8 @@ def tried(task: Task) -> Try:
 
     def run(number: int) -> None:
         task_id = str(uuid.uuid4())
-        own = {"id": task_id, "root_id": task_id, "argsrepr": f"({number},)"}
-        trace(task_id, (number,), {}, {**given, **own})
+        ids = {"id": task_id, "root_id": task_id, "argsrepr": f"({number},)"}
+        trace(task_id, (number,), {}, {**fields, **ids})
 
     return run
 
@@ -108,8 +110,8 @@ def run(tries: dict[str, Try], broker: EmbeddedNode, count: int) -> Times[str]:
     """Return the s of processor time of one try, for each kind in each of so many rotations."""
     times: Times[str] = Times()
     numbers = itertools.count()
-    for once in tries.values():
-        once(next(numbers))  # connections
+    for attempt in tries.values():
+        attempt(next(numbers))  # connections
     gc.disable()
     for order in rotations(tries, count):
         rotation = {}
@@ -122,12 +124,12 @@ def run(tries: dict[str, Try], broker: EmbeddedNode, count: int) -> Times[str]:
     return times
 
 
-def batch(once: Try, numbers: itertools.count[int]) -> float:
+def batch(attempt: Try, numbers: itertools.count[int]) -> float:
     """Return the mean s of processor time of one try, each of other arguments."""
-    own = list(itertools.islice(numbers, BATCH))
+    batch_numbers = list(itertools.islice(numbers, BATCH))
     started = process_time()
-    for number in own:
-        once(number)
+    for number in batch_numbers:
+        attempt(number)
     return (process_time() - started) / BATCH
 
 

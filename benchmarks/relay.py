@@ -27,10 +27,10 @@ QUEUE = "BENCHMARK_QUEUE"
 WAKES = "BENCHMARK_WAKES"
 LATE = "BENCHMARK_LATE"  # "yes": all tasks acknowledge late
 NAIVE_NODE = "BENCHMARK_NAIVE_NODE"
-LONGEST = 5.0  # s: of a delay between two tries
+MAX_DELAY = 5.0  # s: of a delay between two tries
 COUNTDOWN = 0.25  # s: of a retry of `hot by hand`
-BODY = 0.25  # s
-MOMENT = 0.01  # s
+BODY_SECONDS = 0.25  # s
+SHORT_BODY_SECONDS = 0.01  # s
 
 store = os.environ.get(STORE, "redis://localhost")
 nodes = os.environ.get(NODES, "redis://localhost").split()
@@ -54,7 +54,9 @@ def _remove_waiting_room(sender: Any = None, **_: Any) -> None:
         sender.app.steps["consumer"].discard(WaitingRoom)
 
 
-@app.task(name="locked", base=LockedTask, lock_key="relay", lock_backoff=Backoff(LONGEST, LONGEST))
+@app.task(
+    name="locked", base=LockedTask, lock_key="relay", lock_backoff=Backoff(MAX_DELAY, MAX_DELAY)
+)
 def locked() -> None:
     """Run, and store when."""
     _run()
@@ -65,7 +67,7 @@ def by_hand(self: Any) -> None:
     """Run under redis-py's lock, or retry after a random countdown."""
     lock = _client().lock(f"{queue}:by-hand", timeout=30, blocking=False)
     if not lock.acquire():
-        raise self.retry(countdown=random.uniform(0, LONGEST))
+        raise self.retry(countdown=random.uniform(0, MAX_DELAY))
     try:
         _run()
     finally:
@@ -75,14 +77,14 @@ def by_hand(self: Any) -> None:
 @app.task(name="crowded", base=LockedTask, lock_key="{key}")
 def crowded(key: str) -> None:
     """Run for a moment, with the default backoff."""
-    time.sleep(MOMENT)
+    time.sleep(SHORT_BODY_SECONDS)
     _client().rpush(f"{queue}:ran", key)
 
 
 def _run() -> None:
-    begun = time.monotonic()
-    time.sleep(BODY)
-    _client().rpush(f"{queue}:ran", json.dumps([begun, time.monotonic()]))
+    began_at = time.monotonic()
+    time.sleep(BODY_SECONDS)
+    _client().rpush(f"{queue}:ran", json.dumps([began_at, time.monotonic()]))
 
 
 @app.task(name="hot", base=LockedTask, lock_key="{key}")
@@ -110,9 +112,9 @@ def unlocked(key: str) -> None:
 
 
 def _run_for(key: str) -> None:
-    begun = time.monotonic()
-    time.sleep(MOMENT)
-    _client().rpush(f"{queue}:ran", json.dumps([key, begun, time.monotonic(), os.getpid()]))
+    began_at = time.monotonic()
+    time.sleep(SHORT_BODY_SECONDS)
+    _client().rpush(f"{queue}:ran", json.dumps([key, began_at, time.monotonic(), os.getpid()]))
 
 
 @functools.cache

@@ -30,9 +30,9 @@ NODES = 3
 TTL = 3.0  # s: each lock is renewed once a second
 LONG_TTL = 60.0  # s: none is renewed while memory is looked at
 WINDOW = 3 * LOCKS  # renewals; the more, the less what a window cuts off at its ends
-PAUSE = 0.1  # s: between two looks at how many there were
-FULL = 8  # windows
-QUICK = 2  # windows
+CHECK_INTERVAL = 0.1  # s: between two looks at how many there were
+FULL_WINDOWS = 8  # windows
+QUICK_WINDOWS = 2  # windows
 BARE_ROUNDS = 5  # beside each window
 CONNECT_WAIT = 10.0  # s
 AIM_MS = 10.0
@@ -52,7 +52,7 @@ def main() -> None:
         bare = stack.enter_context(contextlib.closing(Bare(urls)))
         client = stack.enter_context(nodes[0].client())
         with held(redlock, TTL):
-            times = run(client, bare, QUICK if quick else FULL)
+            times = run(client, bare, QUICK_WINDOWS if quick else FULL_WINDOWS)
     print(report(times, memory))
 
 
@@ -80,14 +80,14 @@ class Memory:
             gc.collect()
         before = resident()
         with held(redlock, LONG_TTL):
-            grown = resident() - before
+            growth = resident() - before
         gc.collect()
         tracemalloc.start()
         with held(redlock, LONG_TTL):
             gc.collect()
             traced, _ = tracemalloc.get_traced_memory()
         tracemalloc.stop()
-        return cls(traced / LOCKS, grown / LOCKS)
+        return cls(traced / LOCKS, growth / LOCKS)
 
 
 def resident() -> float:
@@ -108,16 +108,16 @@ class Bare:
             sock.sendall(requests.grant)
             sock.recv(65536)
             sock.sendall(requests.renew)
-            due = len(sock.recv(65536)) * LOCKS
-            self._wires.append((sock, requests.renew * LOCKS, due))
+            reply_bytes = len(sock.recv(65536)) * LOCKS
+            self._wires.append((sock, requests.renew * LOCKS, reply_bytes))
 
     def round(self) -> None:
         """Write them all to each node, and read all the replies."""
         for sock, renewals, _ in self._wires:
             sock.sendall(renewals)
-        for sock, _, due in self._wires:
-            while due > 0:
-                due -= len(sock.recv(65536))
+        for sock, _, unread in self._wires:
+            while unread > 0:
+                unread -= len(sock.recv(65536))
 
     def close(self) -> None:
         """Close the sockets."""
@@ -140,11 +140,11 @@ def run(client: Redis, bare: Bare, count: int) -> Times[str]:
 
 def ours(client: Redis) -> float:
     """Return what the library's threads spend on one renewal of each lock, over a window."""
-    first = renewals(client)
+    first_count = renewals(client)
     started = spent_by_others()
-    while (made := renewals(client) - first) < WINDOW:
-        sleep(PAUSE)
-    return (spent_by_others() - started) / made * LOCKS
+    while (count := renewals(client) - first_count) < WINDOW:
+        sleep(CHECK_INTERVAL)
+    return (spent_by_others() - started) / count * LOCKS
 
 
 def renewals(client: Redis) -> int:

@@ -24,8 +24,8 @@ from celery_redlock.testing import EmbeddedNode, embedded_nodes
 
 SIZES = (1, 3, 5)
 BATCH = 40  # sends of one kind in a row
-FULL = 150  # rotations
-QUICK = 15
+FULL_ROTATIONS = 150  # rotations
+QUICK_ROTATIONS = 15
 WINDOW = 3600  # s
 PLAIN = "plain"
 LOCKED = "locked"
@@ -44,27 +44,27 @@ def main() -> None:
         broker = stack.enter_context(EmbeddedNode())
         nodes = stack.enter_context(embedded_nodes(max(SIZES)))
         senders = senders_of(broker, [node.url for node in nodes])
-        times = run(senders, broker, nodes, QUICK if quick else FULL)
+        times = run(senders, broker, nodes, QUICK_ROTATIONS if quick else FULL_ROTATIONS)
     print(report(times, senders))
 
 
 def senders_of(broker: EmbeddedNode, urls: Sequence[str]) -> dict[str, Send]:
     """Return who sends, by name; those that are not installed are left out."""
     senders: dict[str, Send] = {}
-    one = app_over(broker, urls[:1])
-    senders[PLAIN] = one.task(name="plain", shared=False)(body).delay
-    senders[LOCKED] = one.task(name="locked", shared=False, base=LockedTask)(body).delay
+    locked_app = app_over(broker, urls[:1])
+    senders[PLAIN] = locked_app.task(name="plain", shared=False)(body).delay
+    senders[LOCKED] = locked_app.task(name="locked", shared=False, base=LockedTask)(body).delay
     for size in SIZES:
         with Redlock(urls[:size]) as redlock:
             redlock.trust()
-        made = app_over(broker, urls[:size]).task(
+        decorate = app_over(broker, urls[:size]).task(
             name="once", shared=False, base=LockedTask, lock_unique_for=WINDOW
         )
-        senders[ours(size)] = made(body).delay
+        senders[ours(size)] = decorate(body).delay
     for name, task in (("celery-once", celery_once), ("celery-singleton", celery_singleton)):
         with contextlib.suppress(PackageNotFoundError):
-            named = f"{name} {version(name)}"  # raises before anything of it is imported
-            senders[named] = task(broker, urls[0]).delay
+            label = f"{name} {version(name)}"  # raises before anything of it is imported
+            senders[label] = task(broker, urls[0]).delay
     return senders
 
 
@@ -123,9 +123,9 @@ def run(
 
 def batch(send: Send, numbers: itertools.count[int]) -> float:
     """Return the mean seconds of one send, each of other arguments."""
-    own = list(itertools.islice(numbers, BATCH))
+    batch_numbers = list(itertools.islice(numbers, BATCH))
     started = perf_counter()
-    for number in own:
+    for number in batch_numbers:
         send(number)
     return (perf_counter() - started) / BATCH
 
@@ -136,11 +136,11 @@ def report(times: Times[str], senders: Sequence[str] | dict[str, Send]) -> str:
         [name, f"{times.p50(name) * 1e6:.0f}", f"{times.ratio(name, PLAIN):.2f}"]
         for name in senders
     ]
-    theirs = [name for name in senders if name.startswith("celery-")]
+    other_names = [name for name in senders if name.startswith("celery-")]
     aims = [Aim("locked, not deduplicated / plain", times.ratio(LOCKED, PLAIN), AIM_LOCKED)]
     aims += [
         Aim(f"ours, nodes: {size} / {name}", times.ratio(ours(size), name), AIM_THEIRS)
-        for name in theirs
+        for name in other_names
         for size in SIZES[:2]
     ]
     head = ["a send", "us", "to plain"]

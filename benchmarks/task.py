@@ -28,9 +28,9 @@ SURVIVING_KINDS = ("plain", "locked", "redis-py")  # a floor has no answer to a 
 BATCH = 60
 QUICK_BATCH = 30
 # rotations
-FULL = 60
-QUICK = 6
-SETTLING = 3  # rotations in which a stopped node is given up
+FULL_ROTATIONS = 60
+QUICK_ROTATIONS = 6
+SETTLING_ROTATIONS = 3  # rotations in which a stopped node is given up
 AIM_RAW = 1.12
 AIM_STALLED = 1.1
 
@@ -56,9 +56,9 @@ def main() -> None:
         for lane in lanes:
             lane.rotate(lane.kinds, batch)  # connections, caches
         others[-1].pause()
-        for _ in range(SETTLING):
+        for _ in range(SETTLING_ROTATIONS):
             lane_stalled.rotate(lane_stalled.kinds, batch)
-        times = run(lanes, QUICK if quick else FULL, batch)
+        times = run(lanes, QUICK_ROTATIONS if quick else FULL_ROTATIONS, batch)
     print(report(times))
 
 
@@ -111,14 +111,14 @@ class Lane:
     def _send(self, kind: str, *args: int) -> None:
         self._sender.send_task(kind, args, queue=self._queue, ignore_result=True)
 
-    def _await(self, word: str) -> str:
-        found = cast(
+    def _await(self, suffix: str) -> str:
+        reply = cast(
             "tuple[str, str] | None",
-            self._client.blpop([f"{self._queue}:{word}"], timeout=worker.PATIENCE),
+            self._client.blpop([f"{self._queue}:{suffix}"], timeout=worker.PATIENCE),
         )
-        if found is None:
+        if reply is None:
             raise RuntimeError(f"{self._queue} does not answer:\n{self.worker.output()}")
-        return found[1]
+        return reply[1]
 
 
 def run(lanes: Sequence[Lane], count: int, batch: int) -> Times[Kind]:
@@ -138,31 +138,31 @@ def report(times: Times[Kind]) -> str:
     for size in map(str, SIZES):
         rates = [f"{1 / times.p50((kind, size)):.0f}" for kind in KINDS]
         ratios = [
-            f"{times.ratio(('locked', size), (to, size)):.2f}"
-            for to in ("plain", "raw", "raw script")
+            f"{times.ratio(('locked', size), (kind, size)):.2f}"
+            for kind in ("plain", "raw", "raw script")
         ]
         rows.append([size, *rates, *ratios])
     head = ["nodes", *(f"{kind}/s" for kind in KINDS), "locked/plain", "/raw", "/raw script"]
-    theirs = times.ratio(("redis-py", "1"), ("plain", "1"))
-    ours = times.ratio(("locked", "3"), ("redis-py", "3"))
+    redis_ratio = times.ratio(("redis-py", "1"), ("plain", "1"))
+    own_ratio = times.ratio(("locked", "3"), ("redis-py", "3"))
     return (
         f"{table(head, rows)}\n\n"
         f"ratios are of the time a task takes\n"
-        f"redis-py's lock, 1 node, to a plain task: {theirs:.2f}; "
-        f"ours, 3 nodes, to redis-py's, 1 node: {ours:.2f}\n\n"
+        f"redis-py's lock, 1 node, to a plain task: {redis_ratio:.2f}; "
+        f"ours, 3 nodes, to redis-py's, 1 node: {own_ratio:.2f}\n\n"
         f"{against(aims(times))}"
     )
 
 
 def aims(times: Times[Kind]) -> list[Aim]:
     """Return what the run is to show."""
-    found = [
+    results = [
         Aim(f"locked / raw, nodes: {size}", times.ratio(("locked", size), ("raw", size)), AIM_RAW)
         for size in map(str, SIZES)
     ]
     figure = times.ratio(("locked", STALLED), ("locked", "3"))
-    found.append(Aim("locked, one of 3 nodes stopped / none", figure, AIM_STALLED))
-    return found
+    results.append(Aim("locked, one of 3 nodes stopped / none", figure, AIM_STALLED))
+    return results
 
 
 if __name__ == "__main__":

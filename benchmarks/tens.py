@@ -29,14 +29,14 @@ from celery_redlock import Redlock
 from celery_redlock.testing import EmbeddedNode, WorkerProcess, embedded_nodes
 
 # messages of a crowd
-FULL = 1500
-QUICK = 500
+FULL_COUNT = 1500
+QUICK_COUNT = 500
 ROUNDS = 3
 QUICK_ROUNDS = 1
-WARM = 100
-OF_A_KEY = 10
-BEHIND = 100  # a crowd's messages for each plain task behind it
-LEAST_BEHIND = 20
+WARM_UP = 100
+MESSAGES_PER_KEY = 10
+CROWD_PER_PLAIN = 100  # a crowd's messages for each plain task behind it
+MIN_PLAIN = 20
 QUEUE = "tens"
 UNRELATED = "unrelated"
 TENS = "ten of each key"
@@ -46,7 +46,7 @@ CROWDS = (TENS, APART, PLAIN)
 PATIENCE = 900  # s
 WORKERS = 2
 SLOTS = 2  # of each worker
-BETWEEN = 0.05  # s: a slot is busy from one body to the next if no more lies between them
+BUSY_GAP = 0.05  # s: a slot is busy from one body to the next if no more lies between them
 AIM_TOTAL = 2.5
 AIM_BEHIND = 3.0
 AIM_IDLE = 1.0  # s
@@ -60,23 +60,23 @@ def main() -> None:
     parser.add_argument("--late", action="store_true", help="the tasks acknowledge late")
     parser.add_argument("--count", type=int, help="messages of a crowd")
     parser.add_argument("--broker", help="a RabbitMQ's URL; else an embedded Valkey")
-    how = parser.parse_args()
-    count, rounds = (QUICK, QUICK_ROUNDS) if how.quick else (FULL, ROUNDS)
-    count = how.count or count
+    options = parser.parse_args()
+    count, rounds = (QUICK_COUNT, QUICK_ROUNDS) if options.quick else (FULL_COUNT, ROUNDS)
+    count = options.count or count
     total: Times[str] = Times()
     waited: Times[str] = Times()
     tens: list[Outcome] = []
     with contextlib.ExitStack() as stack:
         store = stack.enter_context(EmbeddedNode())
         nodes = stack.enter_context(embedded_nodes(3))
-        site = Site(how.broker or store.url, store, nodes, late=how.late)
+        site = Site(options.broker or store.url, store, nodes, late=options.late)
         for worker in site.workers:
             stack.push(worker)
             worker.launch()
         for worker in site.workers:
             worker.wait_ready()
         for kind in CROWDS:
-            site.run(kind, WARM)  # connections, caches
+            site.run(kind, WARM_UP)  # connections, caches
         for order in rotations(CROWDS, rounds):
             outcomes = {kind: site.run(kind, count) for kind in order}
             total.add({kind: outcome.seconds for kind, outcome in outcomes.items()})
@@ -136,9 +136,13 @@ class Site:
         }
         self.workers = [
             WorkerProcess(
-                "benchmarks.relay", concurrency=SLOTS, env=env, queues=[QUEUE], name=f"{QUEUE}-{n}"
+                "benchmarks.relay",
+                concurrency=SLOTS,
+                env=env,
+                queues=[QUEUE],
+                name=f"{QUEUE}-{number}",
             )
-            for n in range(WORKERS)
+            for number in range(WORKERS)
         ]
         self._crowds = 0
 
@@ -147,23 +151,23 @@ class Site:
         self._crowds += 1
         queue = f"{QUEUE}-{self._crowds}"
         task = "unlocked" if kind == PLAIN else "hot"
-        share = OF_A_KEY if kind == TENS else 1
+        group_size = MESSAGES_PER_KEY if kind == TENS else 1
         for number in range(count):
-            self._send(queue, task, f"{queue}-{number // share}")
-        behind = max(LEAST_BEHIND, count // BEHIND)
-        for _ in range(behind):
+            self._send(queue, task, f"{queue}-{number // group_size}")
+        plain_count = max(MIN_PLAIN, count // CROWD_PER_PLAIN)
+        for _ in range(plain_count):
             self._send(queue, "unlocked", UNRELATED)
-        spans = self._consume(queue, count + behind)
-        whole = min(span.begin for span in spans), max(span.end for span in spans)
-        begun, ended = whole
-        plain = [span.begin for span in spans if span.key == UNRELATED]
+        spans = self._consume(queue, count + plain_count)
+        period = min(span.begin for span in spans), max(span.end for span in spans)
+        began, end = period
+        plain_begins = [span.begin for span in spans if span.key == UNRELATED]
         crowd = [span for span in spans if span.key != UNRELATED]
         return Outcome(
-            seconds=ended - begun,
-            waited=median(plain) - begun,
-            idle=longest_idle(crowd, [whole]),
-            idle_free=longest_idle(crowd, with_free_slot(spans, whole)),
-            idle_after=longest_idle(crowd, [(max(plain), ended)]),
+            seconds=end - began,
+            waited=median(plain_begins) - began,
+            idle=longest_idle(crowd, [period]),
+            idle_free=longest_idle(crowd, with_free_slot(spans, period)),
+            idle_after=longest_idle(crowd, [(max(plain_begins), end)]),
             hand_offs=hand_offs(crowd),
         )
 
@@ -173,14 +177,16 @@ class Site:
     def _consume(self, queue: str, count: int) -> list[Span]:
         """Have all workers consume a full queue; return what ran, when all has."""
         self._sender.control.add_consumer(queue)
-        ran = f"{QUEUE}:ran"
-        await_workers(self.workers, lambda: self._client.llen(ran) == count, PATIENCE)
-        spans = [json.loads(text) for text in cast("list[str]", self._client.lrange(ran, 0, -1))]
-        self._client.delete(ran)
+        list_name = f"{QUEUE}:ran"
+        await_workers(self.workers, lambda: self._client.llen(list_name) == count, PATIENCE)
+        spans = [
+            json.loads(text) for text in cast("list[str]", self._client.lrange(list_name, 0, -1))
+        ]
+        self._client.delete(list_name)
         return [Span(*span) for span in spans]
 
 
-def with_free_slot(spans: Iterable[Span], whole: Period) -> list[Period]:
+def with_free_slot(spans: Iterable[Span], period: Period) -> list[Period]:
     """Return the periods in which at least one slot of the workers was free, in order.
 
     A slot that refuses a message is free here, because it runs no body.
@@ -191,20 +197,20 @@ def with_free_slot(spans: Iterable[Span], whole: Period) -> list[Period]:
         by_slot.setdefault(span.slot, []).append(span)
     for bodies in by_slot.values():
         bodies.sort(key=lambda span: span.begin)
-        for before, span in itertools.pairwise(bodies):
-            if span.begin - before.end > BETWEEN:
-                changes += [(before.end, -1), (span.begin, 1)]
+        for earlier, span in itertools.pairwise(bodies):
+            if span.begin - earlier.end > BUSY_GAP:
+                changes += [(earlier.end, -1), (span.begin, 1)]
         changes += [(bodies[0].begin, 1), (bodies[-1].end, -1)]
     periods = []
     busy = 0
-    since = whole[0]
-    for at, change in sorted(changes):
+    free_since = period[0]
+    for time, change in sorted(changes):
         if busy == WORKERS * SLOTS:
-            since = at
+            free_since = time
         busy += change
         if busy == WORKERS * SLOTS:
-            periods.append((since, at))
-    return [*periods, (since, whole[1])]
+            periods.append((free_since, time))
+    return [*periods, (free_since, period[1])]
 
 
 def longest_idle(spans: Iterable[Span], periods: Sequence[Period]) -> list[float]:
@@ -214,8 +220,11 @@ def longest_idle(spans: Iterable[Span], periods: Sequence[Period]) -> list[float
     """
     return [
         max(
-            max((min(begin, to) - max(end, since) for since, to in periods), default=0.0)
-            for end, begin in gaps
+            max(
+                (min(gap_end, end) - max(gap_begin, period_begin) for period_begin, end in periods),
+                default=0.0,
+            )
+            for gap_begin, gap_end in gaps
         )
         for gaps in gaps_of_keys(spans)
     ]
@@ -254,23 +263,27 @@ def report(count: int, total: Times[str], waited: Times[str]) -> str:
 
 def report_idle(outcomes: Sequence[Outcome]) -> str:
     """Return the table of the keys' longest idle times, as a share of the total as well."""
-    kinds: dict[str, Callable[[Outcome], list[float]]] = {
-        "in all": lambda one: one.idle,
-        "while a slot is free": lambda one: one.idle_free,
-        "after the plain tasks": lambda one: one.idle_after,
-        "each hand-off": lambda one: one.hand_offs,
+    readers: dict[str, Callable[[Outcome], list[float]]] = {
+        "in all": lambda outcome: outcome.idle,
+        "while a slot is free": lambda outcome: outcome.idle_free,
+        "after the plain tasks": lambda outcome: outcome.idle_after,
+        "each hand-off": lambda outcome: outcome.hand_offs,
     }
-    named = {
-        name: [(max(0.0, idle), one.seconds) for one in outcomes for idle in times_of(one)]
-        for name, times_of in kinds.items()
+    times_by_kind = {
+        name: [
+            (max(0.0, idle), outcome.seconds)
+            for outcome in outcomes
+            for idle in idle_times(outcome)
+        ]
+        for name, idle_times in readers.items()
     }
     rows = []
-    for name, pairs in named.items():
+    for name, pairs in times_by_kind.items():
         ranked = sorted(pairs)
         for share, word in ((0.5, "p50"), (0.99, "p99"), (1.0, "max")):
-            idle, whole = percentile(ranked, share)
-            rows.append([f"{name}, {word}", f"{idle:.2f}", f"{idle / whole:.2f}"])
-    count = len(named["in all"])
+            idle, total = percentile(ranked, share)
+            rows.append([f"{name}, {word}", f"{idle:.2f}", f"{idle / total:.2f}"])
+    count = len(times_by_kind["in all"])
     return table([f"a key's longest idle time, {count} keys", "s", "to the total"], rows, left=1)
 
 
@@ -281,13 +294,13 @@ def percentile(ranked: Sequence[T], share: float) -> T:
 
 def aims(total: Times[str], waited: Times[str], outcomes: Sequence[Outcome]) -> list[Aim]:
     """Return the aims."""
-    idle = max(idle for one in outcomes for idle in one.idle)
-    handed = sorted(seconds for one in outcomes for seconds in one.hand_offs)
+    idle = max(idle for outcome in outcomes for idle in outcome.idle)
+    hand_off_times = sorted(seconds for outcome in outcomes for seconds in outcome.hand_offs)
     return [
         Aim(f"total, {TENS} / {APART}", total.ratio(TENS, APART), AIM_TOTAL),
         Aim(f"p50 behind, {TENS} / {PLAIN}", waited.ratio(TENS, PLAIN), AIM_BEHIND),
         Aim("a key's longest idle s", max(0.0, idle), AIM_IDLE),
-        Aim("a hand-off, p99 s", percentile(handed, 0.99), AIM_HANDOFF),
+        Aim("a hand-off, p99 s", percentile(hand_off_times, 0.99), AIM_HANDOFF),
     ]
 
 

@@ -84,7 +84,7 @@ def hold() -> None:
 @app.task(name="tell")
 def tell() -> None:
     """Send the seconds a task, by kind, of what ran since `hold`."""
-    seconds = {kind: (b[-1] - b[0]) / (len(b) - 1) for kind, b in _began.items()}
+    seconds = {kind: (times[-1] - times[0]) / (len(times) - 1) for kind, times in _began.items()}
     _began.clear()
     with Redis.from_url(broker) as client:
         client.rpush(f"{queue}:told", json.dumps(seconds))

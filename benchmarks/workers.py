@@ -27,13 +27,13 @@ from celery_redlock import Redlock
 from celery_redlock.testing import EmbeddedNode, WorkerProcess, embedded_nodes
 
 SIZES = (2, 10, 30, 60)  # workers
-QUICK = (2, 10, 30)  # workers
-EACH = 3  # messages for each worker
-LAUNCHED = 4  # workers that start at a time
+QUICK_SIZES = (2, 10, 30)  # workers
+MESSAGES_PER_WORKER = 3  # messages for each worker
+LAUNCHED_AT_ONCE = 4  # workers that start at a time
 # of the two ways, over the number of workers
 RUNS = 30
 QUICK_RUNS = 10
-LEAST_RUNS = 2
+MIN_RUNS = 2
 QUEUE = "workers"
 OURS = "hot"
 BY_HAND = "hot by hand"
@@ -64,9 +64,9 @@ def main() -> None:
         nodes = stack.enter_context(embedded_nodes(3))
         fleet = Fleet(broker, {OURS: nodes, BY_HAND: [naive_node]})
         stack.enter_context(fleet.ended())
-        for size in QUICK if quick else SIZES:
+        for size in QUICK_SIZES if quick else SIZES:
             fleet.grow(size)
-            runs = max(1, QUICK_RUNS // size) if quick else max(LEAST_RUNS, RUNS // size)
+            runs = max(1, QUICK_RUNS // size) if quick else max(MIN_RUNS, RUNS // size)
             for way, cost in fleet.compare(runs).items():
                 costs[way, size] = cost
     print(f"{report(costs)}\n\n{against(aims(costs))}")
@@ -133,7 +133,7 @@ class Fleet:
     def grow(self, size: int) -> None:
         """Start workers until there are this many, and warm them up."""
         while len(self._workers) < size:
-            missing = min(LAUNCHED, size - len(self._workers))
+            missing = min(LAUNCHED_AT_ONCE, size - len(self._workers))
             added = [self._add() for _ in range(missing)]
             for worker in added:
                 worker.wait_ready()
@@ -152,33 +152,38 @@ class Fleet:
 
     def compare(self, runs: int) -> dict[str, Cost]:
         """Run both ways in turns, so many times, and return the mean cost of a task of each."""
-        found: dict[str, list[Cost]] = {way: [] for way in WAYS}
+        costs_of: dict[str, list[Cost]] = {way: [] for way in WAYS}
         for _ in range(runs):
-            for way, costs in found.items():
+            for way, costs in costs_of.items():
                 costs.append(self._run(way))
-        return {way: mean(costs) for way, costs in found.items()}
+        return {way: mean(costs) for way, costs in costs_of.items()}
 
     def _run(self, way: str) -> Cost:
         """Send the messages of one key, and return what one of them cost."""
         self._keys += 1
-        count = EACH * len(self._workers)
+        count = MESSAGES_PER_WORKER * len(self._workers)
         before = self._used(way)
         finished = self._finished(way)
         for _ in range(count):
             args = (f"hot-{self._keys}",)
             self._sender.send_task(way, args, queue=QUEUE, ignore_result=True)
         with self._broker.client() as client:
-            ran = f"{QUEUE}:ran"
-            await_workers(self._workers, lambda: client.llen(ran) == count, PATIENCE)
-            spans = [json.loads(text)[1:3] for text in cast("list[str]", client.lrange(ran, 0, -1))]
-            client.delete(ran)
+            list_name = f"{QUEUE}:ran"
+            await_workers(self._workers, lambda: client.llen(list_name) == count, PATIENCE)
+            spans = [
+                json.loads(text)[1:3] for text in cast("list[str]", client.lrange(list_name, 0, -1))
+            ]
+            client.delete(list_name)
         # a log line follows the release, which belongs to the task
         await_workers(self._workers, lambda: self._finished(way) - finished >= count, PATIENCE)
-        used = [(after - b) / count for after, b in zip(self._used(way), before, strict=True)]
-        begun = min(begin for begin, _ in spans)
-        ended = max(end for _, end in spans)
-        published, commands, cpu = used
-        return Cost(published - 1, commands, cpu, (ended - begun) / count)
+        costs = [
+            (after - earlier) / count
+            for after, earlier in zip(self._used(way), before, strict=True)
+        ]
+        began_at = min(begin for begin, _ in spans)
+        ended_at = max(end for _, end in spans)
+        published, commands, cpu = costs
+        return Cost(published - 1, commands, cpu, (ended_at - began_at) / count)
 
     def _used(self, way: str) -> list[float]:
         nodes = self._nodes[way]
@@ -203,57 +208,63 @@ def report(costs: Costs) -> str:
     sizes = sorted({size for _, size in costs})
     rows = []
     for way, name in WAYS.items():
-        few = costs[way, sizes[0]].figures()
+        baseline = costs[way, sizes[0]].figures()
         for size in sizes:
             cells = [
                 cell
-                for figure, least in zip(costs[way, size].figures(), few, strict=True)
-                for cell in (f"{figure:.2f}", ratio(figure, least))
+                for figure, base in zip(costs[way, size].figures(), baseline, strict=True)
+                for cell in (f"{figure:.2f}", ratio(figure, base))
             ]
             rows.append([name, str(size), *cells])
     head = ["a task", "workers", *(word for name in FIGURES for word in (name, f"to {sizes[0]}"))]
-    beside = []
+    ratio_rows = []
     for size in sizes:
-        both = zip(costs[OURS, size].figures(), costs[BY_HAND, size].figures(), strict=True)
-        beside.append([str(size), *(ratio(mine, its) for mine, its in both)])
-    own = table(head, rows, left=1)
-    return f"{own}\n\n{table(['ours / by hand, workers', *FIGURES], beside)}"
+        pairs = zip(costs[OURS, size].figures(), costs[BY_HAND, size].figures(), strict=True)
+        ratio_rows.append([str(size), *(ratio(own, other) for own, other in pairs)])
+    figures_table = table(head, rows, left=1)
+    return f"{figures_table}\n\n{table(['ours / by hand, workers', *FIGURES], ratio_rows)}"
 
 
 def aims(costs: Costs) -> list[Aim]:
     """Return the aims. A task's messages are its first one and those published again."""
     sizes = sorted({size for _, size in costs})
-    few = costs[OURS, sizes[0]]
-    many = costs[OURS, sizes[-1]]
-    of = f"{sizes[-1]} workers / {sizes[0]}"
-    found = [
-        Aim(f"messages, {of}", (1 + many.republished) / (1 + few.republished), AIM_MESSAGES),
-        Aim(f"commands a node, {of}", many.commands / few.commands, AIM_COMMANDS),
-        Aim(f"CPU, {of}", many.cpu / few.cpu, AIM_CPU),
-        Aim(f"tasks/s, {of}", few.key_time / many.key_time, AIM_RATE, is_least=True),
+    fewest = costs[OURS, sizes[0]]
+    most = costs[OURS, sizes[-1]]
+    sizes_text = f"{sizes[-1]} workers / {sizes[0]}"
+    results = [
+        Aim(
+            f"messages, {sizes_text}",
+            (1 + most.republished) / (1 + fewest.republished),
+            AIM_MESSAGES,
+        ),
+        Aim(f"commands a node, {sizes_text}", most.commands / fewest.commands, AIM_COMMANDS),
+        Aim(f"CPU, {sizes_text}", most.cpu / fewest.cpu, AIM_CPU),
+        Aim(f"tasks/s, {sizes_text}", fewest.key_time / most.key_time, AIM_RATE, is_least=True),
     ]
     for size in sizes:
-        faster = costs[BY_HAND, size].key_time / costs[OURS, size].key_time
+        speedup = costs[BY_HAND, size].key_time / costs[OURS, size].key_time
         name = f"tasks/s, ours / by hand, {size} workers"
-        found.append(Aim(name, faster, AIM_TO_BY_HAND, is_least=True))
-    return found
+        results.append(Aim(name, speedup, AIM_TO_BY_HAND, is_least=True))
+    return results
 
 
 def drawn(costs: Costs) -> dict[str, dict[str, dict[str, float]]]:
     """Return what the picture shows: the figures by way and number of workers."""
     return {
         name: {
-            str(size): dict(zip(FIGURES, (round(f, 3) for f in cost.figures()), strict=True))
-            for (own, size), cost in sorted(costs.items())
-            if own == way
+            str(size): dict(
+                zip(FIGURES, (round(figure, 3) for figure in cost.figures()), strict=True)
+            )
+            for (cost_way, size), cost in sorted(costs.items())
+            if cost_way == way
         }
         for way, name in WAYS.items()
     }
 
 
-def ratio(figure: float, to: float) -> str:
+def ratio(figure: float, reference: float) -> str:
     """Return a ratio as text; a dash if there is none, as nothing was counted."""
-    return f"{figure / to:.2f}" if to > 0 else "-"
+    return f"{figure / reference:.2f}" if reference > 0 else "-"
 
 
 if __name__ == "__main__":

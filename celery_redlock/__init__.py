@@ -22,7 +22,9 @@ Read `wiring.py` first: when Celery calls which part. Then read `lock/lock.py` a
   text of others safe to show.
 - `anchors.py`: `command_for`, `see`: the command in an error or a log line that prints the passage
   of the documentation.
-- `django.py`: `LockedDjangoTask`: a locked task that is sent once the transaction is committed.
+- `django/`: what a Django project takes from the package, as `LockedDjangoTask`.
+- `sqlalchemy.py`: `fenced_update`, `fenced_update_async`: an UPDATE that raises if a later holder
+  of the lock has written.
 - `compatibility.py`: `ANYWHERE`, `IN_WORKERS`, `check`, `find`: the private names of Celery, kombu,
   billiard and redis-py that the package uses. A version that lacks a required name is refused.
 """

@@ -1,7 +1,7 @@
-"""How errors and ERROR log lines say where the documentation helps.
+"""The commands in errors and ERROR log lines that print a passage of the documentation.
 
-Each constant names the anchor of a heading, as the code that `celery redlock explain` takes: it
-prints the passage, and needs no web. The list on the page operations/troubleshooting has the pages.
+Each constant is `celery redlock explain CODE`. The code is the anchor of a heading on one of the
+pages that operations/troubleshooting lists. The command reads the pages on this machine.
 """
 
 from __future__ import annotations
@@ -30,5 +30,5 @@ UNEXPECTED = command_for("unexpected-errors")
 
 
 def see(text: str, anchor: str) -> str:
-    """Return a text that ends with the passage that helps."""
+    """Return a text followed by "See" and a command. anchor: one of the commands above."""
     return f"{text if text.endswith('?') else text.rstrip('.') + '.'} See {anchor}"

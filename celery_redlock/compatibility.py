@@ -1,12 +1,12 @@
-"""The names of Celery, kombu, billiard and redis-py that are not theirs to promise.
+"""The private names of Celery, kombu, billiard and redis-py that the package requires.
 
 A name is private if it begins with an underscore, is in a module that their reference leaves out,
-or is overridden or replaced here. On these lists are those without which a task would run without
-its lock, a worker would lose messages, or no lock could be acquired: a version that lacks one gives
-a SettingsError. The package imports this module first, and an import looks for `ANYWHERE` alone; a
-worker looks for `IN_WORKERS` at its start, and a beat for `IN_BEAT`.
+or is overridden or replaced here. Without one of the names listed here, a task would run without
+its lock, a worker would lose messages, or no lock could be acquired. So a version that lacks one is
+refused with a SettingsError. The package imports this module first; the import checks `ANYWHERE`. A
+worker checks `IN_WORKERS` at its start, and a beat `IN_BEAT`.
 
-For all other private names the package has something else to do, which `find` names or `getattr`;
+For each other private name the package has a fallback, by `find` or `getattr`;
 tests/celery_names.py lists them.
 """
 
@@ -26,10 +26,10 @@ from celery_redlock.errors import SettingsError
 logger = logging.getLogger(__name__)
 
 MISSING = "missing"
-_ANY = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 # the oldest and the newest version of each package with which the tests were run
-TESTED = {
+TESTED_VERSIONS = {
     "celery": ("5.6", "5.7"),
     "kombu": ("5.6", "5.7"),
     "billiard": ("4.3", "4.3"),
@@ -39,47 +39,54 @@ TESTED = {
 
 @dataclass(frozen=True)
 class PrivateName:
-    """A name that the package relies on, at least with the versions in `TESTED`.
+    """A private name that the package requires.
 
-    path: "module:owner.name". An attribute that only code of its owner has counts, too: a class
-    sets it on its instances, or a function reads it. why: "relies on it to ...". parameters: those
-    that it must have, without `self`; after a last "..." there may be more that are optional.
+    path: "module:owner.name". The name is present, too, if only the code of the owner contains it:
+    a class sets it on its instances, or a function reads it. purpose: completes "celery_redlock
+    relies on it to ...". parameters: the parameters that it must have, without `self`; after a last
+    "..." it may have further optional ones.
     """
 
     path: str
-    why: str
+    purpose: str
     parameters: str | None = None
 
 
 _REQUEST = "celery.worker.request:Request"
-_UNLOCKED = "lock the tasks of `redlock_tasks`, which would run without"
-_KEEP = "keep a message that was refused its lock, which would be acknowledged"
-_ELSEWHERE = "leave a message to the run that another worker has begun, which would be acknowledged"
-_GIVE_BACK = "give a message back at a shutdown, which would be acknowledged"
-_TALK = "talk to a lock node within a time"
+_LOCK_TASKS = "lock the tasks of `redlock_tasks`, which would run without"
+_KEEP_REFUSED = "keep a message that was refused its lock, which would be acknowledged"
+_LEAVE_TO_OTHER_WORKER = (
+    "leave a message to the run that another worker has begun, which would be acknowledged"
+)
+_RETURN_AT_SHUTDOWN = "give a message back at a shutdown, which would be acknowledged"
+_NODE_TIMEOUT = "talk to a lock node within a time"
 
 ANYWHERE = (
-    PrivateName("celery._state:connect_on_app_finalize", _UNLOCKED, "callback"),
-    PrivateName("celery._state:_get_active_apps", _UNLOCKED, ""),
-    PrivateName("celery.app.base:Celery._tasks", _UNLOCKED),
-    PrivateName("celery.app.task:Task.apply", _UNLOCKED, "args, kwargs, ..."),
+    PrivateName("celery._state:connect_on_app_finalize", _LOCK_TASKS, "callback"),
+    PrivateName("celery._state:_get_active_apps", _LOCK_TASKS, ""),
+    PrivateName("celery.app.base:Celery._tasks", _LOCK_TASKS),
+    PrivateName("celery.app.task:Task.apply", _LOCK_TASKS, "args, kwargs, ..."),
     PrivateName("celery.app.base:Celery.finalize.send", "refuse tasks that cannot be locked"),
-    PrivateName("redis.connection:AbstractConnection._sock", _TALK),
-    PrivateName("redis.connection:DefaultParser", _TALK),
+    PrivateName("redis.connection:AbstractConnection._sock", _NODE_TIMEOUT),
+    PrivateName("redis.connection:DefaultParser", _NODE_TIMEOUT),
 )
 IN_WORKERS = (
     PrivateName(f"{_REQUEST}._context", "see which message a run is of, and what it carries"),
     PrivateName(f"{_REQUEST}._eta", "let a deferred message wait, which would run at once"),
-    PrivateName(f"{_REQUEST}.on_failure", _KEEP, "exc_info, ..."),
+    PrivateName(f"{_REQUEST}.on_failure", _KEEP_REFUSED, "exc_info, ..."),
     PrivateName(f"{_REQUEST}._apply_result", "kill no child that runs another message"),
-    PrivateName(f"{_REQUEST}.revoked", _ELSEWHERE, ""),
-    PrivateName(f"{_REQUEST}.revoked._announce_revoked", _ELSEWHERE),
-    PrivateName(f"{_REQUEST}.revoked.maybe_expire", _ELSEWHERE),
-    PrivateName(f"{_REQUEST}._announce_revoked", _ELSEWHERE, "reason, terminated, signum, expired"),
-    PrivateName(f"{_REQUEST}.maybe_expire", _ELSEWHERE, ""),
-    PrivateName(f"{_REQUEST}.on_timeout", _GIVE_BACK, "soft, timeout"),
-    PrivateName(f"{_REQUEST}.cancel", _GIVE_BACK, "pool, signal, ..."),
-    PrivateName(f"{_REQUEST}._on_ack", _GIVE_BACK),
+    PrivateName(f"{_REQUEST}.revoked", _LEAVE_TO_OTHER_WORKER, ""),
+    PrivateName(f"{_REQUEST}.revoked._announce_revoked", _LEAVE_TO_OTHER_WORKER),
+    PrivateName(f"{_REQUEST}.revoked.maybe_expire", _LEAVE_TO_OTHER_WORKER),
+    PrivateName(
+        f"{_REQUEST}._announce_revoked",
+        _LEAVE_TO_OTHER_WORKER,
+        "reason, terminated, signum, expired",
+    ),
+    PrivateName(f"{_REQUEST}.maybe_expire", _LEAVE_TO_OTHER_WORKER, ""),
+    PrivateName(f"{_REQUEST}.on_timeout", _RETURN_AT_SHUTDOWN, "soft, timeout"),
+    PrivateName(f"{_REQUEST}.cancel", _RETURN_AT_SHUTDOWN, "pool, signal, ..."),
+    PrivateName(f"{_REQUEST}._on_ack", _RETURN_AT_SHUTDOWN),
     PrivateName(
         "celery.worker.consumer.consumer:Consumer.apply_eta_task",
         "dispatch a message that waits in a worker's memory, which would stay there",
@@ -94,70 +101,81 @@ IN_BEAT = (
 )  # fmt: skip
 
 
-def find(path: str, otherwise: Any) -> Any:
-    """Return what a name stands for that a version need not have: "module:name"; else otherwise."""
+def find(path: str, default: Any) -> Any:
+    """Return the object at "module:name", or the default if this version lacks it."""
     module, _, name = path.partition(":")
     try:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError):
-        return otherwise
+        return default
 
 
 def check(names: tuple[PrivateName, ...]) -> None:
     """Raise SettingsError for the first required name that is missing or takes other parameters."""
-    for one in names:
-        found = difference(one)
-        if found is not None:
-            package = re.split("[.:]", one.path)[0]
-            versions = " to ".join(dict.fromkeys(TESTED[package]))
-            must = f"must be ({one.parameters}). " if found != MISSING else ""
-            hint = (
-                f"{must}celery_redlock relies on it to {one.why}. It works with {package} "
-                f"{versions}: install one of these, or a newer celery_redlock"
-            )
-            version = getattr(sys.modules.get(package), "__version__", "without a version")
-            raise SettingsError(f"{package} {version}", one.path.replace(":", "."), found, hint)
+    for name in names:
+        mismatch = difference(name)
+        if mismatch is not None:
+            raise _unsupported(name, mismatch)
 
 
-def difference(one: PrivateName) -> str | None:
-    """Return what is found instead of a name: `MISSING`, or other parameters; None if it fits."""
-    module, _, path = one.path.partition(":")
-    *owners, name = path.split(".")
+def _unsupported(name: PrivateName, mismatch: str) -> SettingsError:
+    """Return the error for an installed version that lacks a private name."""
+    package = re.split("[.:]", name.path)[0]
+    installed = getattr(sys.modules.get(package), "__version__", "without a version")
+    tested = " to ".join(dict.fromkeys(TESTED_VERSIONS[package]))
+    required = "" if mismatch == MISSING else f"must be ({name.parameters}). "
+    hint = (
+        f"{required}celery_redlock relies on it to {name.purpose}. It works with {package} "
+        f"{tested}: install one of these, or a newer celery_redlock"
+    )
+    return SettingsError(f"{package} {installed}", name.path.replace(":", "."), mismatch, hint)
+
+
+def difference(name: PrivateName) -> str | None:
+    """Return how a name differs: `MISSING`, or its actual parameters; None if it does not."""
+    module, _, path = name.path.partition(":")
+    *owners, attribute = path.split(".")
     try:
         owner: Any = importlib.import_module(module)
-        for each in owners:
-            owner = inspect.getattr_static(owner, each)
+        for owner_name in owners:
+            owner = inspect.getattr_static(owner, owner_name)
     except (ImportError, AttributeError):
         return MISSING
-    found = inspect.getattr_static(owner, name, MISSING)
-    if found is MISSING:
-        return None if owners and name in _names_in(owner) else MISSING
-    return None if one.parameters is None else _other_parameters(found, one.parameters)
+    value = inspect.getattr_static(owner, attribute, MISSING)
+    if value is MISSING:
+        return None if owners and attribute in _names_in(owner) else MISSING
+    return None if name.parameters is None else _parameter_mismatch(value, name.parameters)
 
 
-def _other_parameters(found: Any, parameters: str) -> str | None:
+def _parameter_mismatch(function: Any, required: str) -> str | None:
+    """Return the parameters of a function if they are not the required ones, else None."""
     try:
-        given = list(inspect.signature(found).parameters.values())
+        signature = inspect.signature(function)
     except (TypeError, ValueError):
         return "no function"
-    given = [each for each in given if each.name != "self"]
-    names = [each.name for each in given]
-    wanted = parameters.split(", ") if parameters else []
-    if wanted[-1:] == ["..."]:
-        wanted.pop()
-        others = given[len(wanted) :]
-        are_optional = all(each.default is not each.empty or each.kind in _ANY for each in others)
-        fits = names[: len(wanted)] == wanted and are_optional
+    parameters = [
+        parameter for parameter in signature.parameters.values() if parameter.name != "self"
+    ]
+    names = [parameter.name for parameter in parameters]
+    required_names = required.split(", ") if required else []
+    if required_names[-1:] == ["..."]:
+        required_names.pop()
+        count = len(required_names)
+        is_match = names[:count] == required_names and all(map(_is_optional, parameters[count:]))
     else:
-        fits = names == wanted
-    return None if fits else f"({', '.join(names)})"
+        is_match = names == required_names
+    return None if is_match else f"({', '.join(names)})"
+
+
+def _is_optional(parameter: inspect.Parameter) -> bool:
+    return parameter.default is not parameter.empty or parameter.kind in _VARIADIC
 
 
 def _names_in(owner: Any) -> set[str]:
     """Return the names of attributes in the code of a function, or of a class and its bases."""
     classes = owner.__mro__ if isinstance(owner, type) else ()
-    functions = [one for cls in classes for one in vars(cls).values()] if classes else [owner]
-    codes = [getattr(one, "__code__", None) for one in functions]
+    functions = [member for cls in classes for member in vars(cls).values()] if classes else [owner]
+    codes = [getattr(function, "__code__", None) for function in functions]
     names: set[str] = set()
     while codes:
         code = codes.pop()
@@ -174,7 +192,7 @@ def warn_if_newer(**_: Any) -> None:
     """Log once a process if its Celery is newer than the newest that was tested."""
     global _has_warned
     version = sys.modules["celery"].__version__
-    newest = TESTED["celery"][1]
+    newest = TESTED_VERSIONS["celery"][1]
     if not _has_warned and _minor(version) > _minor(newest):
         _has_warned = True
         logger.warning(

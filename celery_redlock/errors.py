@@ -27,12 +27,13 @@ __all__ = [
     "SettingsError",
 ]
 
-# reasons why a lock is not held although it was not lost, each with its hint
+MAX_SHOWN_NAMES = 5  # in a text that lists names
+# the reasons why a lock that was not lost is not held
 NEVER_ACQUIRED = "it was never acquired"
 RELEASED = "it was released"
 HELD_BY_PARENT = "it belongs to the process that this one was forked from"
 CLOSED = "its Redlock is closed"  # the only cause of a `QuorumUnreachable`: no node is asked
-_NOT_HELD = {
+_NOT_HELD_HINTS = {
     NEVER_ACQUIRED: (
         "Acquire it first, by `with` or acquire(); a run that on_unreachable='run' lets through "
         "does not hold it"
@@ -41,41 +42,52 @@ _NOT_HELD = {
     HELD_BY_PARENT: "Acquire a Lock of this process's own",
 }
 
-LONGEST_VALUE = 200  # characters of a wrong value that an error shows
+MAX_VALUE_LENGTH = 200  # characters of a wrong value that an error shows
 
 _ABSTAINS = re.compile(
     r"(?P<node>.+): (?P<cause>grants no lock for (?P<seconds>\d+) s more .restart guard[^)]*.)"
 )
 
 
-def closest_or_all(name: str, known: Sequence[str], otherwise: str = "") -> str:
-    """Return "did you mean ...?" for a name close to a known one, else all known names."""
-    close = difflib.get_close_matches(name[:LONGEST_VALUE], known, n=1)
-    otherwise = otherwise or f"known: {', '.join(known)}"
-    return f"did you mean {close[0]!r}?" if close else otherwise
+def closest_or_all(name: str, choices: Sequence[str], fallback: str = "") -> str:
+    """Return "did you mean ...?" for a name that is close to one of the choices.
+
+    fallback: the text if no choice is close; "" stands for a list of all choices.
+    """
+    close = difflib.get_close_matches(name[:MAX_VALUE_LENGTH], choices, n=1)
+    fallback = fallback or f"known: {', '.join(choices)}"
+    return f"did you mean {close[0]!r}?" if close else fallback
 
 
 def counted(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def abstention_cause(seconds: float, *, keeps_locks: bool = False) -> str:
-    """Return the cause of an abstention. seconds: what remains of the node's grace period.
+def first_names(names: Sequence[str]) -> str:
+    """Return the first names, and the number of the others."""
+    omitted = len(names) - MAX_SHOWN_NAMES
+    suffix = f" and {omitted} more" if omitted > 0 else ""
+    return f"{', '.join(names[:MAX_SHOWN_NAMES])}{suffix}"
 
-    keeps_locks: whether the node keeps its locks over a restart, so that it is another server.
+
+def abstention_cause(seconds: float, *, keeps_locks: bool = False) -> str:
+    """Return why a node abstains. seconds: the time left of its grace period.
+
+    keeps_locks: whether the node keeps its locks when it restarts; then only a change of its
+    server, or a new prefix, makes it abstain.
     """
-    why = (
+    keeper_note = (
         ": its server, timeline or schema changed, so it may have lost locks, or its prefix is new"
     )
-    left = math.ceil(seconds)
-    return f"grants no lock for {left} s more (restart guard{why if keeps_locks else ''})"
+    guard = f"restart guard{keeper_note if keeps_locks else ''}"
+    return f"grants no lock for {math.ceil(seconds)} s more ({guard})"
 
 
 def summarize_causes(causes: Sequence[str]) -> str:
     """Return causes as one clause; abstaining nodes share one, with their longest grace period."""
-    found = [(cause, _ABSTAINS.fullmatch(cause)) for cause in causes]
-    summary = [cause for cause, match in found if match is None]
-    abstaining = [match for _, match in found if match is not None]
+    matches = [(cause, _ABSTAINS.fullmatch(cause)) for cause in causes]
+    summary = [cause for cause, match in matches if match is None]
+    abstaining = [match for _, match in matches if match is not None]
     if abstaining:
         longest = max(abstaining, key=lambda match: int(match["seconds"]))
         names = ", ".join(match["node"] for match in abstaining)
@@ -99,15 +111,15 @@ class SettingsError(RedlockError, ImproperlyConfigured):
     """A setting, an option or an argument is invalid. Celery handles it as ImproperlyConfigured.
 
     level: where it is set ("app", "queue 'imports'", "task 'shop.settle'", "call", "Redlock").
-    name: of the setting or option. value: its text, without passwords, cut to `LONGEST_VALUE`.
+    name: of the setting or option. value: its text, without passwords, cut to `MAX_VALUE_LENGTH`.
     hint: what is allowed, as a sentence that follows "must be" or stands alone.
     """
 
     _anchor = anchors.SETTINGS_ERROR
 
     def __init__(self, level: str, name: str, value: str, hint: str) -> None:
-        if len(value) > LONGEST_VALUE:  # a message may bring any
-            value = f"{value[: LONGEST_VALUE - 3]}..."
+        if len(value) > MAX_VALUE_LENGTH:  # a message may bring any
+            value = f"{value[: MAX_VALUE_LENGTH - 3]}..."
         super().__init__(level, name, value, hint)
         self.level = level
         self.name = name
@@ -126,10 +138,11 @@ class ArgumentsError(SettingsError, TypeError):
 
 
 class NoRunError(RedlockError, AttributeError):
-    """A task's `lock` was read where there is none.
+    """A task's `lock` was read outside a run that has a lock.
 
-    task: the task's name. in_run: in a run that takes no lock, or has not asked for it yet.
-    in_hook: in a hook that is called outside the run, as after a hard time limit.
+    task: the task's name. in_run: it was read in a run that takes no lock, or that has not acquired
+    it yet. in_hook: it was read in a hook that Celery calls outside the run, for example after a
+    hard time limit.
     """
 
     _anchor = anchors.NO_RUN
@@ -199,7 +212,7 @@ def set_waited(failure: NotAcquired, seconds: float) -> None:
 
 
 class LockTaken(NotAcquired):
-    """A quorum of nodes voted, and other clients hold what is missing: a key, or a rate's starts.
+    """A quorum of nodes voted, and other clients hold the lock, or have used up the rate.
 
     holder: the label of the client that holds the lock on most nodes. expires_in: seconds until the
     lock is free if it is not renewed, or until the next start; None if unknown. waited: seconds
@@ -246,27 +259,29 @@ class LockTaken(NotAcquired):
         if self.rate:
             text = f"{self.resource!r} is not free: {describe_taken(self)}; {self._waiting()}"
             return f"{text}. Wait until then ({options}), or enqueue fewer"
-        what = "the holders do" if _has_several_holders(self) else "the holder does"
+        behavior = "the holders do" if _has_several_holders(self) else "the holder does"
         return (
             f"{self.resource!r} is {describe_taken(self)}; {self._waiting()}. "
-            f"Wait longer ({options}) or find out what {what}"
+            f"Wait longer ({options}) or find out what {behavior}"
         )
 
 
 def _has_several_holders(refusal: LockTaken) -> bool:
-    """Return whether as many hold the lock as may. An operator's hold refuses all by itself."""
+    """Return whether all permits are taken. An operator's hold refuses all others by itself."""
     return refusal.limit > 1 and not is_of_operator(refusal.holder)
 
 
 def describe_taken(refusal: LockTaken) -> str:
     """Return in few words who holds a lock: its holder, or how many; or which rate is used up."""
     if refusal.rate:
-        soon = "" if refusal.expires_in is None else f", next start in {refusal.expires_in:.0f} s"
-        return f"rate of {refusal.resource}: {refusal.rate}{soon}"
+        next_start = (
+            "" if refusal.expires_in is None else f", next start in {refusal.expires_in:.0f} s"
+        )
+        return f"rate of {refusal.resource}: {refusal.rate}{next_start}"
     if _has_several_holders(refusal):
         return f"held by {refusal.limit} holders, its limit"
-    late = refusal.unrenewed_for
-    not_renewed = "" if late is None else f", not renewed for {late:.0f} s"
+    late_seconds = refusal.unrenewed_for
+    not_renewed = "" if late_seconds is None else f", not renewed for {late_seconds:.0f} s"
     holder = str(Holder.of(refusal.holder))  # "" if a task that waits is before this one
     return f"held by {holder}{not_renewed}" if holder else "taken"
 
@@ -294,9 +309,9 @@ class QuorumUnreachable(NotAcquired):
     @property
     def votes_in(self) -> float | None:
         """Seconds until the next node ends its grace period, if that is all that is missing."""
-        found = [_ABSTAINS.fullmatch(cause) for cause in self.causes]
-        left = [float(match["seconds"]) for match in found if match is not None]
-        return min(left) if left and len(left) == len(found) else None
+        matches = [_ABSTAINS.fullmatch(cause) for cause in self.causes]
+        waits = [float(match["seconds"]) for match in matches if match is not None]
+        return min(waits) if waits and len(waits) == len(matches) else None
 
     def _text(self) -> str:
         if self.causes == [CLOSED]:
@@ -329,13 +344,13 @@ class LockLost(RedlockError):
         self.resource = resource
         self.reason = reason
         self.body_ended = body_ended
-        self._anchor = anchors.NOT_HELD if reason in _NOT_HELD else anchors.LOCK_LOST
+        self._anchor = anchors.NOT_HELD if reason in _NOT_HELD_HINTS else anchors.LOCK_LOST
 
     def _text(self) -> str:
-        hint = _NOT_HELD.get(self.reason)
+        hint = _NOT_HELD_HINTS.get(self.reason)
         if hint is not None:
-            ended = "; its body had ended" if self.body_ended else ""
-            return f"the lock on {self.resource!r} is not held: {self.reason}{ended}. {hint}"
+            suffix = "; its body had ended" if self.body_ended else ""
+            return f"the lock on {self.resource!r} is not held: {self.reason}{suffix}. {hint}"
         tense = "its body had ended" if self.body_ended else "its body had not ended"
         return (
             f"the lock on {self.resource!r} is lost ({self.reason}); {tense}. Another holder may "

@@ -1,10 +1,12 @@
-"""The label of a lock's holder: its one spelling, and all that reads it.
+"""The label of a lock's holder: its format, and the functions that write and parse it.
 
-A run of a task is `<task id>:<task>:<retries>:<nesting>`, then `+<life>` and `@<queue>` if it has
-them, and after a space the worker. Of a process, and of a name that a user gave, it is any text.
-What stands around a label in a lock's value is in `lock/model/keys.py`. `escaped` is how people are
-shown a label, or any other text that is not the package's own. Of an operator's hold it is
-`operator <user>@<host>`, then `: <reason>` if it has one.
+- A run of a task: `<task id>:<task>:<retries>:<nesting>`, then `+<life>` and `@<queue>` if it has
+  them, then a space and the worker.
+- An operator's hold: `operator <user>@<host>`, then `: <reason>` if it has one.
+- A process, or a name that a user gave: any text.
+
+`escaped` makes a label, or any other text from outside the package, safe to show. Not here: the
+rest of a lock's value (`lock/model/keys.py`).
 """
 
 from __future__ import annotations
@@ -13,20 +15,20 @@ import re
 from dataclasses import dataclass
 from typing import NamedTuple
 
-OPERATOR = "operator "  # begins the label of an operator's hold
-LONGEST_LABEL = 500  # characters of it that people are shown
+OPERATOR = "operator "  # the first word of an operator's label
+MAX_LABEL_LENGTH = 500  # characters that people are shown
 _RUN = re.compile(
     r"(?P<task_id>.+):(?P<task>[^:\s]+):\d+:\d+(?:\+\d+)?(?:@[^@\s]+)?(?: (?P<worker>\S+))?"
 )
 
 
 class RunId(NamedTuple):
-    """What tells one run from all others.
+    """The id of one run.
 
-    A retry is another run than the one before, and so is what a task is replaced by. Each copy of a
-    message that an exchange may have given to several queues is a run of its own, too.
-    nesting: how often the task was replaced. queue: of a copy, quoted; "" for a message to one
-    queue. life: as of `LockHeader`.
+    A retry is another run, and so is the task that replaces a task. If an exchange puts copies of a
+    message into several queues, each copy is a run of its own.
+    nesting: how often the task was replaced. queue: the queue of a copy, quoted; "" for a message
+    to one queue. life: as in `LockHeader`.
     """
 
     task_id: str
@@ -43,7 +45,7 @@ class RunId(NamedTuple):
 
     @property
     def of_all_copies(self) -> RunId:
-        """The id without its queue and its life, as the sender of the message knows it."""
+        """The id without queue and life: the id that the sender of the message knows."""
         return RunId(self.task_id, self.name, self.retries, self.nesting)
 
 
@@ -59,19 +61,19 @@ class Holder:
     @classmethod
     def of(cls, label: str) -> Holder:
         """Parse the label in a lock's value, as the nodes store it."""
-        found = None if label.startswith(OPERATOR) else _RUN.fullmatch(label)
-        return cls(label) if found is None else cls(label, **found.groupdict(default=""))
+        match = None if label.startswith(OPERATOR) else _RUN.fullmatch(label)
+        return cls(label) if match is None else cls(label, **match.groupdict(default=""))
 
     def __str__(self) -> str:
-        """Return it for people; of a run of a task: "shop.take[id] on worker"."""
+        """Return the holder for people: "shop.take[id] on worker" for a run, else the label."""
         if not self.task:
-            return escaped(self.label, LONGEST_LABEL)
+            return escaped(self.label, MAX_LABEL_LENGTH)
         worker = f" on {self.worker}" if self.worker else ""
-        return escaped(f"{self.task}[{self.task_id}]{worker}", LONGEST_LABEL)
+        return escaped(f"{self.task}[{self.task_id}]{worker}", MAX_LABEL_LENGTH)
 
 
 def label_of_run(run: str, worker: str | None) -> str:
-    """Return what the nodes show of a lock's holder. run: the text of a `RunId`."""
+    """Return the label of a run in a lock's value. run: the text of a `RunId`."""
     return f"{run} {worker}"
 
 
@@ -83,25 +85,27 @@ def is_of_run(label: str, run: str) -> bool:
     return label.startswith(f"{run} ")
 
 
-def label_of_operator(who: str, reason: str) -> str:
-    """Return what the nodes, and so tasks that wait, show of an operator's hold."""
-    return f"{OPERATOR}{who}{reason and f': {reason}'}"
+def label_of_operator(operator: str, reason: str) -> str:
+    """Return the label of an operator's hold; waiting tasks show it. reason: "" for none."""
+    return f"{OPERATOR}{operator}{reason and f': {reason}'}"
 
 
 def is_of_operator(label: str) -> bool:
     return label.startswith(OPERATOR)
 
 
-def escaped(text: str, longest: int | None = None) -> str:
-    """Return a text of others on one line, with its control characters spelled out.
+def escaped(text: str, max_length: int | None = None) -> str:
+    """Return a text on one line, with its control characters escaped.
 
-    A task names its resource, and a node its errors. Neither may send commands to a terminal, or
-    write a line of the log. longest: characters before the rest is cut off; None for all.
+    The names of resources come from tasks, and errors from nodes. Escaped, such a text can neither
+    send commands to a terminal nor forge a line of the log. max_length: the number of characters
+    after which the text is cut off; None keeps all.
     """
-    if longest is not None and len(text) > longest:
-        text = f"{text[:longest]}..."
+    if max_length is not None and len(text) > max_length:
+        text = f"{text[:max_length]}..."
     if text.isprintable():
         return text
     return "".join(
-        sign if sign.isprintable() else sign.encode("unicode_escape").decode() for sign in text
+        character if character.isprintable() else character.encode("unicode_escape").decode()
+        for character in text
     )

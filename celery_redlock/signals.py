@@ -36,6 +36,8 @@ __all__ = [
     "MessagesRecoveredEvent",
     "NodeFailedEvent",
     "NodeRecoveredEvent",
+    "RunUnlockedEvent",
+    "SendDeduplicatedEvent",
     "lock_acquired",
     "lock_deferred",
     "lock_extended",
@@ -46,6 +48,8 @@ __all__ = [
     "messages_recovered",
     "node_failed",
     "node_recovered",
+    "run_unlocked",
+    "send_deduplicated",
 ]
 
 
@@ -67,7 +71,11 @@ lock_extended = _signal("lock_extended")
 node_failed = _signal("node_failed")
 node_recovered = _signal("node_recovered")
 messages_recovered = _signal("messages_recovered")
+run_unlocked = _signal("run_unlocked")
+send_deduplicated = _signal("send_deduplicated")
 
+# what a deduplicated send has done; see SendDeduplicatedEvent
+DEDUPLICATIONS = ("dropped", "debounced", "replaced")
 # what a worker's main process does for a release, or without one; see LockHandedOffEvent
 HANDOFF_STEPS = ("named", "acted", "ladder", "fallback")
 
@@ -89,7 +97,7 @@ class LockDeferredEvent:
 
 @dataclass(frozen=True)
 class LockHandedOffEvent:
-    """One step of a hand-off, in a worker's main process. resource: that the messages wait for.
+    """One step of a hand-off, in a worker's main process. resource: the messages wait for it.
 
     step: "named": a release named this worker as a successor. The other steps say why the worker's
     first message was dispatched. "acted": the worker was named first. "ladder": a worker that was
@@ -113,14 +121,37 @@ class LockSkippedEvent:
 class MessagesRecoveredEvent:
     """A worker moved the messages of a dead worker back to their queues.
 
-    worker: the name of the dead one. messages: how many were moved. kept: how many were not, as
-    they were moved too often in a row. The sender is the consumer of
-    the worker that moved them; sent in a thread of its main process.
+    worker: the name of the dead worker. messages: the number of messages that were moved. kept: the
+    number that stayed, because they had been moved too often in a row. The sender is the consumer
+    of the worker that moved them. The signal is sent in a thread of that worker's main process.
     """
 
     worker: str
     messages: int
     kept: int = 0
+
+
+@dataclass(frozen=True)
+class RunUnlockedEvent:
+    """A run begins without its lock, as on_unreachable="run" says. reason: for people."""
+
+    resource: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class SendDeduplicatedEvent:
+    """A send met an earlier one of its task and resource, in the sender's process.
+
+    how: "dropped": the send is a duplicate, and was not published. "debounced" or "replaced": it
+    was published, and the earlier message ends as REVOKED. task_id: that of the earlier send. The
+    sender of the signal is the task, or None in a process without it.
+    """
+
+    resource: str
+    task: str
+    task_id: str
+    how: str
 
 
 SIGNALS = {  # of the records that the lock's floor makes
@@ -134,30 +165,35 @@ SIGNALS = {  # of the records that the lock's floor makes
 
 
 def _connect_nothing() -> None:
-    """Stand for the connection that no module has asked for."""
+    """Do nothing: the callback while no import is awaited."""
 
 
 # the module whose import is awaited; None: no module, or it has been imported
-_awaited: str | None = None
-_connect_awaited: Callable[[], object] = _connect_nothing
+_awaited_module: str | None = None
+_connect_receivers: Callable[[], object] = _connect_nothing
 
 
 def connect_on_import(module: str, connect: Callable[[], object]) -> None:
-    """Have receivers connected before the first lock that is acquired after a module's import.
+    """Call `connect` at the first acquired lock after a module is imported.
 
-    For processes that run no task and may finalize no app, such as a web server.
+    The lock's signal reaches the receivers that `connect` adds. For processes that run no task and
+    may finalize no app, such as a web server.
     """
-    global _awaited, _connect_awaited
-    _connect_awaited = connect
-    _awaited = module
+    global _awaited_module, _connect_receivers
+    _connect_receivers = connect
+    _awaited_module = module
 
 
 def wants(kind: type[Any]) -> bool:
-    """Return whether records of a class have receivers; `connect_on_import` may add some before."""
-    global _awaited
-    if kind is LockAcquiredEvent and _awaited and _awaited in sys.modules:  # each lock pays for it
-        _connect_awaited()
-        _awaited = None
+    """Return whether the signal of a record's class has receivers.
+
+    Calls the callback of `connect_on_import` first if its module has been imported.
+    """
+    global _awaited_module
+    # runs at each acquire, so the cheap conditions come first
+    if kind is LockAcquiredEvent and _awaited_module and _awaited_module in sys.modules:
+        _connect_receivers()
+        _awaited_module = None
     return bool(SIGNALS[kind].receivers)
 
 

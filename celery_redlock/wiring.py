@@ -7,6 +7,7 @@ process gets `RECEIVERS` when a locked task is bound to an app, and a worker get
 `STEPS` if its app locks tasks. Elsewhere only these connect anything, on demand:
 - `operate/metrics.py`: receivers of the public signals, if `redlock_metrics` is set.
 - `operate/tracing.py`: receivers of the public signals, if the process has imported OpenTelemetry.
+- `operate/drill/worker.py`: a receiver and a step of the workers that the command `drill` starts.
 - `lock/platform/forks.py`, `tasks/children/reaper.py`: hooks of the operating system's forks, not
   Celery's.
 """
@@ -42,14 +43,14 @@ from celery_redlock.tasks.waiting import room
 
 @dataclass(frozen=True)
 class Receiver:
-    """One receiver of one of Celery's signals. first: it is called before all other receivers."""
+    """A receiver of one of Celery's signals. first: called before all other receivers of it."""
 
     signal: Any
     function: Callable[..., object]
     first: bool = False
 
 
-# by the blueprint that they join. Source: celery.bootsteps, `app.steps`
+# each with the name of its blueprint. Source: celery.bootsteps, `app.steps`
 STEPS: tuple[tuple[str, type[Any]], ...] = (
     ("worker", startup.RefuseToStart),
     ("consumer", AcknowledgeInTurn),
@@ -57,7 +58,7 @@ STEPS: tuple[tuple[str, type[Any]], ...] = (
     ("consumer", room.WaitingRoom),
     ("consumer", RecoverMessages),
 )
-# a worker's main process, before its pool is made; in this order
+# called in this order in a worker's main process, before it makes its pool
 PREPARATIONS: tuple[Callable[..., object], ...] = (
     per_app.note_worker,
     reaper.expect_children,
@@ -74,7 +75,7 @@ RECEIVERS = (
     Receiver(celery_signals.worker_ready, metrics.serve_metrics),
     Receiver(celery_signals.worker_shutdown, reaper.stop_watching),
     Receiver(celery_signals.worker_shutdown, metrics.close_metrics),
-    # the same, for each message
+    # a worker's main process, for each message
     Receiver(celery_signals.task_received, untried.defer_untried),  # before `admit_received`
     Receiver(celery_signals.task_received, room.admit_received),
     Receiver(celery_signals.task_received, claim.note_claim),
@@ -93,7 +94,7 @@ RECEIVERS = (
     # first: what another receiver raises past Exception would keep the lock for ever
     Receiver(celery_signals.task_postrun, end.release_after_run, first=True),
 )
-# when an app has finalized; the first one that raises SettingsError ends `finalize`
+# called when an app has finalized; a SettingsError comes out of `finalize`
 CHECKS = (startup.check_app, lints.refuse_errors)
 INSPECT_COMMANDS = (control.redlock_held, control.redlock_waiting, control.redlock_settings)
 
@@ -103,9 +104,10 @@ _own_tasks: weakref.WeakKeyDictionary[Any, list[Any] | None] = weakref.WeakKeyDi
 
 
 def begin() -> None:
-    """Look at each app that finalizes from now on, and at those that have finalized before.
+    """Connect the hooks of every app, and finish the apps that have finalized already.
 
-    An import of the package calls it; a second call connects nothing anew. Raises SettingsError.
+    An import of the package calls it. A second call connects nothing again. Raises SettingsError
+    for a wrong setting of a finalized app.
     """
     if per_app.on_locked_task is not on_locked_task:
         per_app.on_locked_task = on_locked_task
@@ -116,11 +118,12 @@ def begin() -> None:
         tracing.connect_at_import_of_sdk()
         celery_signals.before_task_publish.connect(send.carry_options, weak=False)
         startup.finalize_before_apply()
+        startup.end_without_traceback()
     finalized = [app for app in list(_get_active_apps()) if app.finalized]
     for app in finalized:
         watch(app)
     for app in finalized:
-        # not if this thread is just finalizing it: its settings may import the package
+        # not while this thread finalizes the app: its settings may import the package
         # Source: celery.app.base: `finalize` keeps this mutex; `threading` itself asks `_is_owned`
         mutex = getattr(app, "_finalize_mutex", None)
         if not getattr(mutex, "_is_owned", bool)():  # unknown: what is wrong is raised early
@@ -128,7 +131,7 @@ def begin() -> None:
 
 
 def watch(app: Any) -> None:
-    """Adopt the tasks of an app that `redlock_tasks` names, and finish when it has finalized."""
+    """Let an app adopt the tasks that `redlock_tasks` names, and `finish` it once it finalizes."""
     # Source: celery.app.base: `_pending` has the app's own tasks, which no other app has shared
     if app not in _own_tasks:
         pending = getattr(app, "_pending", None)
@@ -138,15 +141,18 @@ def watch(app: Any) -> None:
 
 
 def finish(app: Any) -> None:
-    """Connect and check what an app needs that has finalized; a second call only checks.
+    """Connect and check what a finalized app needs; a second call only checks.
 
-    Raises SettingsError. A worker of the app is prepared before that: its step raises it again.
+    Raises SettingsError for a wrong setting. The workers of the app are prepared before the check,
+    so a bootstep raises the error again and ends the worker.
     """
     per_app.checked.add(app)
-    own = _own_tasks.get(app, ())
-    if own is None:  # not known: then all count, and a worker without nodes is refused
-        own = startup.locked_tasks(app)
-    if any(isinstance(one, task.LockedTask) for one in own):  # which evaluates a proxy
+    own_tasks = _own_tasks.get(app, ())
+    if own_tasks is None:  # not known: then all count, and a worker without nodes is refused
+        own_tasks = startup.locked_tasks(app)
+    if any(
+        isinstance(candidate, task.LockedTask) for candidate in own_tasks
+    ):  # which evaluates a proxy
         per_app.owners.add(app)
     _own_tasks[app] = []
     tracing.connect_if_recording()
@@ -156,25 +162,29 @@ def finish(app: Any) -> None:
 
 
 def on_locked_task(app: Any) -> None:
-    """Connect what a process needs for locked tasks; one is bound to this app."""
+    """Connect the receivers; called when a locked task is bound to an app."""
     connect()
-    if app in per_app.checked:  # it was declared late, as by a receiver of `worker_init`
+    if app in per_app.checked:  # the task was declared late, as by a receiver of `worker_init`
         prepare_workers(app)
 
 
 def add_steps(worker: Any) -> None:
-    """Add the bootsteps to the app of a worker; an app that runs no worker gets none."""
+    """Add the bootsteps to the app of a worker."""
     for blueprint, step in STEPS:
         worker.app.steps[blueprint].add(step)
 
 
 def prepare_workers(app: Any) -> None:
-    """Prepare the workers of this process that run an app, if it locks tasks or has a wrong one."""
+    """Prepare the workers of an app in this process, if the app needs it."""
     # Source: celery.worker.worker sends worker_init before it makes the blueprint out of the steps
-    workers = [one for one in celery_redlock_entry.workers if one.app is app and not one.blueprint]
+    workers = [
+        worker
+        for worker in celery_redlock_entry.workers
+        if worker.app is app and not worker.blueprint
+    ]
     if not workers:
         return
-    if not _concerns(app):
+    if not _needs_preparation(app):
         return
     connect()
     for worker in workers:
@@ -184,10 +194,10 @@ def prepare_workers(app: Any) -> None:
             prepare(sender=worker)
 
 
-def _concerns(app: Any) -> bool:
-    """Return whether a worker of an app locks tasks, or is to be refused.
+def _needs_preparation(app: Any) -> bool:
+    """Return whether a worker of an app locks tasks, or must be refused for a wrong setting.
 
-    An app that only has shared locked tasks, and no nodes, can run everything else.
+    An app that has only shared locked tasks, and no nodes, still runs its other tasks.
     """
     try:
         startup.check_app(app)
@@ -199,19 +209,19 @@ def _concerns(app: Any) -> bool:
 
 
 def connect() -> None:
-    """Connect all of it to this process, when it has a locked task. A second call changes nothing.
+    """Connect all receivers and commands in this process. A second call changes nothing.
 
-    By then a worker may have disconnected what only its first run needs.
+    A second call must not connect again a receiver that disconnected itself after the first run.
     """
     global _connected
-    with _connecting:  # another thread may send at once, and would find only some receivers
+    with _connecting:  # another thread waits here, and then has all receivers
         if _connected:
             return
         _connected = True
-        for one in RECEIVERS:
-            one.signal.connect(one.function, weak=False)
-            if one.first:
-                in_order = one.signal.receivers
-                in_order.insert(0, in_order.pop())
+        for receiver in RECEIVERS:
+            receiver.signal.connect(receiver.function, weak=False)
+            if receiver.first:
+                receivers = receiver.signal.receivers
+                receivers.insert(0, receivers.pop())
         for command in INSPECT_COMMANDS:
             inspect_command()(command)

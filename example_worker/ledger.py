@@ -14,7 +14,7 @@ __all__ = ["Item", "Ledger"]
 
 
 class _Tables(DeclarativeBase):
-    """The tables of the shop, under names that collide with nobody's."""
+    """The tables of the shop. Their names have a prefix, so that they collide with no others."""
 
 
 class Item(_Tables):
@@ -36,7 +36,7 @@ class Item(_Tables):
 
 
 class _Entry(_Tables):
-    """One execution of one order. No constraint: the ledger must be able to show the damage."""
+    """One execution of one order. Without constraints, so that it can record faults."""
 
     __tablename__ = "redlock_shop_ledger"
 
@@ -78,7 +78,7 @@ class Ledger:
             session.add_all(items)
 
     def read(self, phase: str, kind: str, name: str) -> Item:
-        """Return the item as it is now; NoResultFound where the phase is of another run."""
+        """Return the current item. Raises NoResultFound if the phase is of another run."""
         with self._session.begin() as session:
             return session.scalars(select(Item).where(*_is(phase, kind, name))).one()
 
@@ -103,7 +103,7 @@ class Ledger:
     def accounts(self, phase: str) -> list[Account]:
         """Return every item of the phase beside its ledger, all at one moment."""
         entry = (_Entry.phase == Item.phase, _Entry.kind == Item.kind, _Entry.name == Item.name)
-        # One statement: what is read is one snapshot on every database.
+        # one statement reads one snapshot on every database
         query = (
             select(
                 *(Item.kind, Item.name, Item.start, Item.value, Item.step, Item.limit),

@@ -1,4 +1,4 @@
-"""The command line of the example; standard library only, so that --help needs no installation."""
+"""The command line of the example. It needs the standard library only, so --help always works."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ nodes are new to the lock, for else they do not vote for a minute):
 
 @dataclass(frozen=True)
 class Options:
-    """What the run is to do; None where we start a server of our own.
+    """The options of a run. broker, nodes, database: None starts a server or file for the run.
 
-    orders: how many in each of the two phases.
-    trust: let new `nodes` vote at once: no lock is held on them now.
+    orders: the number of orders in each of the two phases.
+    workers: False sends and watches only. trust: let new `nodes` vote at once, because no lock is
+    held on them. plain: print lines, as without a terminal.
     """
 
     orders: int = 3000
@@ -34,19 +35,19 @@ class Options:
 
 
 def parse(arguments: Sequence[str]) -> Options:
-    """Return the options of a command line; SystemExit where they are wrong or help is asked."""
+    """Return the options of a command line. Raises SystemExit for a wrong one, and for --help."""
     parser = _parser()
-    given = parser.parse_args(arguments)
-    if given.no_workers and not (given.broker and given.nodes and given.database):
+    namespace = parser.parse_args(arguments)
+    if namespace.no_workers and not (namespace.broker and namespace.nodes and namespace.database):
         parser.error("--no-workers needs --broker, --nodes and --database: your workers' own")
     return Options(
-        orders=given.orders,
-        broker=given.broker,
-        nodes=given.nodes,
-        database=given.database,
-        workers=not given.no_workers,
-        trust=given.trust,
-        plain=given.plain,
+        orders=namespace.orders,
+        broker=namespace.broker,
+        nodes=namespace.nodes,
+        database=namespace.database,
+        workers=not namespace.no_workers,
+        trust=namespace.trust,
+        plain=namespace.plain,
     )
 
 
@@ -70,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _orders(text: str) -> int:
     orders = int(text)
-    # Fewer hardly ever meet, and a run that loses nothing without the lock shows nothing.
+    # Fewer orders rarely compete, and then the phase without the lock loses no update.
     if orders < 100:
         raise argparse.ArgumentTypeError("at least 100 orders")
     return orders

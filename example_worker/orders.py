@@ -28,8 +28,8 @@ class Order:
 
 def plan(count: int, random: Random) -> list[Order]:
     """Return so many orders, spread evenly over everything there is, in random order."""
-    things = [(kind, name) for kind, names in NAMES.items() for name in names]
-    orders = [Order(number, *things[number % len(things)]) for number in range(count)]
+    items = [(kind, name) for kind, names in NAMES.items() for name in names]
+    orders = [Order(number, *items[number % len(items)]) for number in range(count)]
     random.shuffle(orders)
     return orders
 

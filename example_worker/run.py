@@ -27,12 +27,12 @@ from example_worker.watch import place
 
 __all__ = ["main"]
 
-TICK = 0.25
-# An empty broker may be a message on its way from the queue into a worker's hands, which may be
-# slow: so one that was sent and not executed yet is waited for a while longer.
-QUIET = 1.0
-LONGER = 10.0
-# What a server or a worker that does not answer, or does not start, ends in.
+PICTURE_INTERVAL = 0.25
+# While a worker takes a message, the broker looks empty for a moment. A phase whose broker is empty
+# before all orders were executed waits for the longer time. In seconds.
+IDLE_TIME = 1.0
+LONG_IDLE_TIME = 10.0
+# the errors of a server or a worker that does not answer or does not start
 FAILURES = (
     *(KombuError, RedisError, RedlockError, SQLAlchemyError, ValkeyServerError),
     *(OSError, RuntimeError),
@@ -40,7 +40,7 @@ FAILURES = (
 
 
 def main(options: Options, interruption: Interruption) -> int:
-    """Run both phases and return the exit status; whatever we started is ended."""
+    """Run both phases and return the exit status; ends all started servers and workers."""
     screen: Screen = LiveScreen() if sys.stdout.isatty() and not options.plain else PlainScreen()
     try:
         with interruption.held(), set_up(options, interruption, screen.tell) as stage:
@@ -62,9 +62,9 @@ def _report(
 ) -> int:
     """Print the summary and the verdict, and return the exit status."""
     print(f"\n{summary(unlocked, locked, outage)}\n")
-    found = faults(unlocked, locked, outage)
-    if found:
-        print("".join(f"{line}\n" for line in complaints) + "FAILED: " + "; ".join(found))
+    problems = faults(unlocked, locked, outage)
+    if problems:
+        print("".join(f"{line}\n" for line in complaints) + "FAILED: " + "; ".join(problems))
         return 1
     print(
         f"PASSED: without the lock {unlocked.lost} updates were lost; with it every order was "
@@ -77,8 +77,8 @@ def _report(
 class Run:
     """Both phases on one stage.
 
-    orders: how many in each phase. `outage` tells of the node killed in mid-run; None where the
-    nodes are not ours.
+    orders: the number of orders in each phase. outage: the node that is killed during the run, and
+    when; None if the nodes belong to the user.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Run:
         self.outage = None if victim is None else Outage(place(victim.url))
 
     def both(self) -> tuple[Phase, Phase | None]:
-        """Run the phase without the lock, then, unless that one hangs, the one with it."""
+        """Run the phase without the lock, then the phase with it unless the first one hangs."""
         unlocked = self._phase("without the lock", shop.UNLOCKED)
         if not unlocked.finished:
             return unlocked, None
@@ -108,7 +108,7 @@ class Run:
         self._stage.ledger.stock(shelves(phase, orders))
         self._stage.watch.clear()
         self._screen.tell(f"{title}: {len(orders)} orders")
-        started = busy = time.monotonic()
+        started = busy_at = time.monotonic()
         empty_since: float | None = None
         for sent in _send(tasks, phase, orders):
             self._interruption.check()
@@ -118,16 +118,18 @@ class Run:
             if tasks is shop.LOCKED:
                 self._disturb(picture)
             if sent < len(orders) or picture.queued or picture.taken:
-                busy = now
+                busy_at = now
                 empty_since = None
             elif empty_since is None:
-                empty_since = time.monotonic()  # since the look: we may have stood still before
-            quiet = QUIET if picture.executed >= sent else LONGER
+                empty_since = (
+                    time.monotonic()
+                )  # after the reading: this process may have been stopped before
+            quiet = IDLE_TIME if picture.executed >= sent else LONG_IDLE_TIME
             finished = empty_since is not None and now - empty_since >= quiet
             if finished or now - started >= _deadline(len(orders)):
                 break
         deferrals = picture.deferrals
-        return Phase(title, sent, picture.current, deferrals, busy - started, finished)
+        return Phase(title, sent, picture.current, deferrals, busy_at - started, finished)
 
     def _picture(self, title: str, phase: str, sent: int, elapsed: float) -> Picture:
         # The broker first: an order may be in both counts for a moment, but never in neither.
@@ -167,18 +169,18 @@ class Run:
 
 
 def _send(tasks: Mapping[str, Any], phase: str, orders: Sequence[Order]) -> Iterator[int]:
-    """Send the orders, and yield how many are sent by now: every tick, also after the last."""
-    tick = time.monotonic() + TICK
+    """Send the orders, and yield the number sent so far at each interval, without end."""
+    tick = time.monotonic() + PICTURE_INTERVAL
     for sent, order in enumerate(orders, start=1):
         tasks[order.kind].delay(phase, order.number, order.name)
         if time.monotonic() >= tick:
             yield sent
-            tick = time.monotonic() + TICK
+            tick = time.monotonic() + PICTURE_INTERVAL
     while True:
         yield len(orders)
-        time.sleep(TICK)
+        time.sleep(PICTURE_INTERVAL)
 
 
 def _deadline(orders: int) -> float:
-    """Return after how many seconds a phase counts as hanging: far more than it needs."""
+    """Return the seconds after which a phase counts as hanging."""
     return 60.0 + orders / 50

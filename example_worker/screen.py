@@ -1,4 +1,4 @@
-"""What a person sees of the run: a live table in a terminal, else plain lines; and the summary."""
+"""The output of a run: a live table in a terminal, or plain lines; and the summary."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from example_worker.verdict import Account, Outage, Phase
 
 __all__ = ["LiveScreen", "Picture", "PlainScreen", "Screen", "summary"]
 
-PLAIN_EVERY = 2.0
+LINE_INTERVAL = 2.0
 UNITS = {"stock": "pieces of", "coupon": "coupons", "points": "points of"}
 
 
@@ -68,13 +68,13 @@ class Picture:
 
 
 class Screen(Protocol):
-    """Where the run is shown; left by `close`."""
+    """The output of the run; `close` ends it."""
 
     def show(self, picture: Picture) -> None:
-        """Show how things stand."""
+        """Show the state of the run."""
 
     def tell(self, event: str) -> None:
-        """Show that something happened."""
+        """Show an event as a line of text."""
 
     def close(self) -> None:
         """Give the terminal back."""
@@ -87,9 +87,9 @@ class PlainScreen:
         self._next = 0.0
 
     def show(self, picture: Picture) -> None:
-        """Print a line, unless the last one is still young."""
+        """Print a line, unless the last one is younger than `LINE_INTERVAL` seconds."""
         if time.monotonic() >= self._next:
-            self._next = time.monotonic() + PLAIN_EVERY
+            self._next = time.monotonic() + LINE_INTERVAL
             self.tell(picture.line())
 
     def tell(self, event: str) -> None:
@@ -97,7 +97,7 @@ class PlainScreen:
         print(event, flush=True)
 
     def close(self) -> None:
-        """Do nothing: plain lines hold no terminal."""
+        """Do nothing: plain lines do not change the terminal's mode."""
 
 
 class LiveScreen:
@@ -128,9 +128,9 @@ def _table(picture: Picture) -> Table:
         table.add_column(title, justify="right")
     locked = {(account.kind, account.name): account for account in picture.locked}
     for account in picture.unlocked:
-        beside = locked.get((account.kind, account.name))
+        locked_account = locked.get((account.kind, account.name))
         label = f"{UNITS[account.kind]} {account.name}"
-        table.add_row(label, *_cells(account), *(_cells(beside) if beside else ()))
+        table.add_row(label, *_cells(account), *(_cells(locked_account) if locked_account else ()))
     return table
 
 
@@ -164,7 +164,7 @@ def summary(unlocked: Phase, locked: Phase | None, outage: Outage | None) -> str
 def _outage_lines(outage: Outage | None) -> list[str]:
     if outage is None or outage.killed_at is None:
         return []
-    back = "never back"
+    return_text = "never back"
     if outage.back_at is not None:
-        back = f"back, empty, after {outage.back_at}: abstains for a minute"
-    return [f"lock node {outage.node}: killed after {outage.killed_at} orders, {back}"]
+        return_text = f"back, empty, after {outage.back_at}: abstains for a minute"
+    return [f"lock node {outage.node}: killed after {outage.killed_at} orders, {return_text}"]

@@ -22,7 +22,7 @@ from example_worker.ledger import Ledger
 
 __all__ = ["DEFERRALS", "LOCKED", "PREFIX", "QUEUE", "UNLOCKED", "app", "environment"]
 
-# What we keep on a broker that others use, too, stays apart under this prefix.
+# the prefix of the shop's keys on a broker that others may use, too
 PREFIX = "redlock_shop:"
 QUEUE = "orders"
 DEFERRALS = f"{PREFIX}deferrals"
@@ -51,7 +51,7 @@ def _ledger() -> Ledger:
 
 
 def _think() -> None:
-    """Stand in for what a shop does between reading and writing: prices, fraud, tax (2..8 ms)."""
+    """Wait 2 to 8 ms, as for the work of a shop between reading and writing."""
     time.sleep(random.uniform(0.002, 0.008))
 
 
@@ -81,12 +81,12 @@ def credit_points(phase: str, order_id: int, customer: str) -> None:
 
 
 def _register(order: Callable[..., None], name: str, **options: Any) -> Any:
-    # Both: an order outlives the worker, or the worker's child, that dies with it.
+    # with both options an order survives the death of its worker or child
     options |= {"acks_late": True, "reject_on_worker_lost": True}
     return app.task(order, name=f"shop.{name}", **options)
 
 
-# Keys are hot here and orders short: whoever finds his taken comes back soon.
+# Many orders compete for few keys, and bodies are short, so a deferred order runs again soon.
 _LOCK: Mapping[str, Any] = {"base": LockedTask, "lock_backoff": Backoff(first=0.05, cap=1.0)}
 
 UNLOCKED: Mapping[str, Any] = {

@@ -1,4 +1,4 @@
-"""What the run starts, and ends: servers, workers, the database."""
+"""The servers, workers and the database of a run: started before it, and ended after it."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ SLOTS = 4
 
 @dataclass
 class Stage:
-    """What the run plays on.
+    """The broker, lock nodes, database and workers of a run.
 
-    victim: the lock node that the run may kill; None where the nodes are not ours.
-    workers: those that we started.
+    victim: the lock node that the run may kill; None if the nodes belong to the user.
+    workers: the workers that the run has started.
     """
 
     watch: Watch
@@ -39,10 +39,10 @@ class Stage:
     workers: list[WorkerProcess]
 
     def complaints(self, limit: int = 10) -> list[str]:
-        """Return the last different messages that our workers logged as errors."""
+        """Return the last distinct error messages of the workers. limit: their number."""
         lines = [line for worker in self.workers for line in worker.output().splitlines()]
         errors = [line for line in lines if ": ERROR/" in line or ": CRITICAL/" in line]
-        # Without their time: the same complaint, a thousand times over, is one.
+        # without the time, so that a repeated message counts once
         return list(dict.fromkeys(line.partition("] ")[2] for line in errors))[-limit:]
 
 
@@ -50,7 +50,10 @@ class Stage:
 def set_up(
     options: Options, interruption: Interruption, tell: Callable[[str], None]
 ) -> Iterator[Stage]:
-    """Start what the options do not give, and end it on the way out, by force after an error."""
+    """Start the servers and workers that the options do not name, and end them at exit.
+
+    After an error the workers are killed. tell: called with each line for the screen.
+    """
     _forget_other_brokers()
     with contextlib.ExitStack() as stack:
         broker = options.broker or stack.enter_context(EmbeddedNode()).url
@@ -75,7 +78,7 @@ def set_up(
 
 
 def _forget_other_brokers() -> None:
-    """Keep orders from going where Celery's own variables point to: they win over the app."""
+    """Remove Celery's environment variables for the broker: they override the app's setting."""
     for kind in ("", "READ_", "WRITE_"):
         os.environ.pop(f"CELERY_BROKER_{kind}URL", None)
 
@@ -83,18 +86,18 @@ def _forget_other_brokers() -> None:
 def _lock_nodes(
     options: Options, stack: contextlib.ExitStack
 ) -> tuple[tuple[str, ...], EmbeddedNode | None]:
-    """Return the nodes' URLs, and one that may be killed if they are ours."""
-    own = [] if options.nodes else [EmbeddedNode() for _ in range(LOCK_NODES)]
-    urls = options.nodes or tuple(stack.enter_context(node).url for node in own)
-    if own or options.trust:
-        # A node that is new could have lost the locks of a moment ago; we know better.
+    """Return the URLs of the nodes, and the node that may be killed if the run starts them."""
+    own_nodes = [] if options.nodes else [EmbeddedNode() for _ in range(LOCK_NODES)]
+    urls = options.nodes or tuple(stack.enter_context(node).url for node in own_nodes)
+    if own_nodes or options.trust:
+        # A new node abstains, because it may have lost locks; these nodes never had any.
         with Redlock(list(urls)) as redlock:
             redlock.trust()
-    return urls, own[1] if own else None
+    return urls, own_nodes[1] if own_nodes else None
 
 
 def _open_ledger(options: Options, stack: contextlib.ExitStack) -> tuple[Ledger, str]:
-    """Return an empty ledger and its URL; what is made here is gone in the end."""
+    """Return an empty ledger and its URL; its tables are dropped at exit."""
     database = options.database
     if database is None:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="redlock-shop-"))
@@ -125,7 +128,7 @@ def _workers(environment: dict[str, str]) -> list[WorkerProcess]:
 
 @contextlib.contextmanager
 def _at_work(workers: list[WorkerProcess]) -> Iterator[None]:
-    """Launch the workers; end them warmly, or at once where the run is cut."""
+    """Launch the workers; at exit shut them down warmly, or kill them after an error."""
     try:
         for worker in workers:
             worker.launch()

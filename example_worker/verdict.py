@@ -1,4 +1,4 @@
-"""What the ledger proves: lost updates, orders executed twice, coupons over the limit; pure."""
+"""The faults that the ledger shows: lost updates, repeated orders, excess coupons. Pure."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ __all__ = ["Account", "Outage", "Phase", "faults"]
 
 @dataclass(frozen=True)
 class Account:
-    """One item as its row says it is, beside what the ledger says of it.
+    """One item: its row, and the sums of its ledger entries.
 
     start, value: the item's number before the first order and now.
     step: what one effective order adds; every order of an item adds the same.
-    limit: how many may be issued; None where there is no such limit.
+    limit: how many may be issued; None for no limit.
     executed, orders: ledger rows, and the different orders among them.
     change: sum of what the orders meant to add.
     serials, distinct_serials: serial numbers given out, and the different ones among them.
@@ -34,7 +34,7 @@ class Account:
 
     @property
     def should(self) -> int:
-        """The value had no update been lost."""
+        """The value that the item would have without lost updates."""
         return self.start + self.change
 
     @property
@@ -106,7 +106,10 @@ class Phase:
 
 @dataclass(frozen=True)
 class Outage:
-    """What happened to the lock node that is killed in mid-run; orders executed by then."""
+    """The lock node that is killed during the run.
+
+    killed_at, back_at: the orders that were executed by then; None if it has not happened.
+    """
 
     node: str
     killed_at: int | None = None
@@ -114,19 +117,19 @@ class Outage:
 
 
 def faults(unlocked: Phase, locked: Phase | None, outage: Outage | None) -> list[str]:
-    """Return why the run does not prove what it should; nothing where it does.
+    """Return the reasons why the run has failed; none if it has passed.
 
-    locked: None where that phase never began. outage: None where no node is ours to kill.
+    locked: None if that phase never began. outage: None if the run may kill no node.
     """
-    found = [*_unfinished(unlocked)]
+    problems = [*_unfinished(unlocked)]
     if unlocked.finished and unlocked.lost == 0:
-        found.append("without the lock no update was lost: there was nothing to protect from")
+        problems.append("without the lock no update was lost: there was nothing to protect from")
     if locked is None:
-        return [*found, "with the lock: not run"]
-    found += [*_unfinished(locked), *_inexact(locked)]
+        return [*problems, "with the lock: not run"]
+    problems += [*_unfinished(locked), *_inexact(locked)]
     if outage is not None and (outage.killed_at is None or outage.back_at is None):
-        found.append(f"lock node {outage.node} was not both killed and brought back in mid-run")
-    return found
+        problems.append(f"lock node {outage.node} was not both killed and brought back in mid-run")
+    return problems
 
 
 def _unfinished(phase: Phase) -> list[str]:
@@ -136,7 +139,7 @@ def _unfinished(phase: Phase) -> list[str]:
 
 
 def _inexact(phase: Phase) -> list[str]:
-    """Return in words every number of a locked phase that must be 0 and is not."""
+    """Return a text for each count of a locked phase that must be 0 and is not."""
     counts = {
         "orders never executed": phase.missing,
         "orders executed twice": phase.twice,
@@ -144,4 +147,4 @@ def _inexact(phase: Phase) -> list[str]:
         "coupons over the limit": phase.oversold,
         "duplicate serial numbers": phase.duplicate_serials,
     }
-    return [f"{phase.title}: {count} {what}" for what, count in counts.items() if count]
+    return [f"{phase.title}: {count} {noun}" for noun, count in counts.items() if count]

@@ -1,4 +1,4 @@
-"""How things stand, asked from outside the workers: the broker's counts, the lock nodes' pulse."""
+"""The state of a run, read from outside the workers: the broker's counts and the lock nodes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from example_worker import shop
 __all__ = ["Traffic", "Watch", "place"]
 
 PULSE = 0.2
-# There while a node must not vote, since it may have forgotten locks.
+# the key that a node has while it abstains, because it may have lost locks
 QUIET = "{redlock}:quiet"
 
 
@@ -31,7 +31,7 @@ class Traffic(NamedTuple):
 
 
 class Watch:
-    """Asks the broker and the lock nodes at these URLs; what it asks for changes nothing."""
+    """Reads the broker and the lock nodes at these URLs; only `clear` changes anything."""
 
     def __init__(self, broker: str, nodes: Sequence[str]) -> None:
         self._broker = Redis.from_url(broker, decode_responses=True)
@@ -43,14 +43,14 @@ class Watch:
             client.close()
 
     def check(self) -> None:
-        """Raise RedisError or RuntimeError where the broker or most lock nodes do not answer."""
+        """Raise RedisError if the broker, RuntimeError if most lock nodes, do not answer."""
         self._broker.ping()
         down = [name for name, state in self.nodes() if state == "DOWN"]
         if len(down) * 2 >= len(self._nodes):
             raise RuntimeError(f"most lock nodes do not answer: {', '.join(down)}")
 
     def clear(self) -> None:
-        """Forget what a phase, or a run that was cut, has left of the shop on the broker."""
+        """Delete the shop's messages and counter on the broker, also those of an earlier run."""
         shop.app.control.purge()
         self._broker.delete(shop.DEFERRALS)
 
@@ -64,7 +64,7 @@ class Watch:
         return Traffic(queued, taken, int(deferrals or 0))
 
     def nodes(self) -> Sequence[tuple[str, str]]:
-        """Return host and port of each lock node, and how it is.
+        """Return host and port of each lock node, and its state.
 
         "up", "abstains" (it answers and does not vote yet), or "DOWN" (no answer within 0.2 s).
         """
@@ -72,7 +72,7 @@ class Watch:
 
 
 def _client(url: str) -> Redis:
-    """Return a client that asks once: retries would hold up the screen while a node is down."""
+    """Return a client without retries, which would delay the screen while a node is down."""
     once = Retry(NoBackoff(), 0)
     return Redis.from_url(url, socket_timeout=PULSE, socket_connect_timeout=PULSE, retry=once)
 
@@ -85,5 +85,5 @@ def _state(client: Redis) -> str:
 
 
 def place(url: str) -> str:
-    """Return host, port and database of a URL, without the password that may stand before them."""
+    """Return host, port and database of a URL, without its password."""
     return url.rpartition("@")[2].removeprefix("redis://").removeprefix("rediss://")

@@ -1,7 +1,11 @@
-"""Chromium without a screen, driven by Selenium: no download, and no way but to loopback."""
+"""Chromium without a screen, driven by Selenium: no download, and no way but to loopback.
+
+With CELERY_REDLOCK_PICTURES=docs/pictures its tests make the pictures there.
+"""
 
 from __future__ import annotations
 
+import base64
 import os
 import shutil
 import signal
@@ -62,3 +66,28 @@ def browser(folder: Path) -> Iterator[Chrome]:
     finally:
         with suppress(ProcessLookupError, AttributeError):  # gone, or never there
             os.killpg(service.process.pid, signal.SIGKILL)
+
+
+def take_picture(chrome: Chrome, name: str, first: str, last: str, width: int) -> None:
+    """Make a picture from one element down to another, where pictures are wanted.
+
+    first, last: XPaths; the wider one gives the width. width: of the window, in pixels.
+    """
+    from selenium.webdriver.common.by import By
+
+    folder = os.environ.get("CELERY_REDLOCK_PICTURES")
+    if folder is None:
+        return
+    size = chrome.get_window_size()
+    chrome.set_window_size(width, size["height"])
+    start, end = (chrome.find_element(By.XPATH, path).rect for path in (first, last))
+    clip = {
+        **start,
+        "width": max(start["width"], end["width"]),
+        "height": end["y"] + end["height"] - start["y"],
+        "scale": 2,  # sharp on a fine screen
+    }
+    wanted = {"clip": clip, "captureBeyondViewport": True}
+    taken = chrome.execute_cdp_cmd("Page.captureScreenshot", wanted)
+    chrome.set_window_size(**size)
+    (Path(folder) / f"{name}.png").write_bytes(base64.b64decode(taken["data"]))

@@ -47,6 +47,11 @@ LESSER = (
         "billiard.process:current_process", "number metrics", "", otherwise="pids number them"
     ),
     LesserName(
+        "celery.app.utils:find_app",
+        "start the workers of a drill",
+        otherwise="the command drill starts no worker",
+    ),
+    LesserName(
         "celery.app.routes:MapRoute",
         "ask for the queue of a task without a send",
         otherwise="lock_for asks for its queue wherever task_routes is set",

@@ -11,6 +11,8 @@ OLD = "1 day ago"  # of a fresh clone, what has come since is new
 PAGES = ("docs/", "examples/", "README.md", "CHANGELOG.md", "tests/test_docs.py")
 STORES = (
     "celery_redlock/lock/postgres/", "celery_redlock/lock/server/lua/",
+    "celery_redlock/lock/fenced_rows.py", "celery_redlock/django/fenced.py",
+    "celery_redlock/sqlalchemy.py", "tests/contract/test_fenced",
     "tests/postgres", "tests/contract/test_postgres", "tests/contract/test_confirm_in.py",
     "tests/integration/test_postgres_setup.py", "tests/integration/test_move_to_postgresql.py",
 )  # fmt: skip

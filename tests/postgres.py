@@ -29,7 +29,7 @@ from redis import Redis
 
 from celery_redlock.lock.model.keys import guard_keys, tenure_key
 from celery_redlock.lock.postgres.schema import create_schema
-from celery_redlock.testing import reaper
+from celery_redlock.operate.drill import reaper
 from celery_redlock.testing.servers import claim_port, spawn
 from tests.conftest import eventually, made_once
 from tests.postgres_gateway import Gateway, empty
@@ -90,11 +90,11 @@ def make_template(where: Path) -> None:
     """
     with tempfile.TemporaryDirectory(prefix="postgres-") as folder:
         _own(Path(folder))
-        _run(
+        run_to_end(
             binaries() / "initdb", "--pgdata", f"{folder}/data", "--username=postgres",
             "--auth=trust", "--encoding=UTF8", "--no-locale", "--no-sync", "--wal-segsize=1",
         )  # fmt: skip
-        _run("cp", "-a", f"{folder}/data", where, unprivileged=False)
+        run_to_end("cp", "-a", f"{folder}/data", where, unprivileged=False)
 
 
 def _unprivileged() -> pwd.struct_passwd | None:
@@ -117,7 +117,7 @@ def _own(folder: Path) -> None:
         os.chown(folder, user.pw_uid, user.pw_gid)
 
 
-def _run(*command: str | Path, unprivileged: bool = True) -> None:
+def run_to_end(*command: str | Path, unprivileged: bool = True) -> None:
     """Run a program to its end; fail with what it says."""
     user = _as_user() if unprivileged else {}
     done = subprocess.run(
@@ -197,7 +197,7 @@ class Server:
         self._process.wait()
         eventually(lambda: all(_state_of(child) in ENDED for child in children))
         for pid in (self._process.pid, *(child.pid for child in self._paused)):
-            reaper.forget(pid)
+            reaper.forget_group(pid)
         self._process, self._paused = None, []
         self.disconnect()
 
@@ -217,7 +217,7 @@ class Server:
         for child in self._paused:
             with contextlib.suppress(psutil.NoSuchProcess):
                 child.suspend()
-            reaper.watch(child.pid)  # it leads a group, and would not see its parent's death
+            reaper.watch_group(child.pid)  # it leads a group, and would not see its parent's death
         eventually(lambda: all(_state_of(child) in FROZEN for child in self._paused))
 
     def resume(self) -> None:
@@ -225,7 +225,7 @@ class Server:
         for child in self._paused:
             with contextlib.suppress(psutil.NoSuchProcess):
                 child.resume()
-            reaper.forget(child.pid)
+            reaper.forget_group(child.pid)
         self._paused = []
         if self.pid:
             os.kill(self.pid, signal.SIGCONT)
@@ -273,8 +273,10 @@ def dump(node: PostgresNode, to: PostgresNode) -> None:
     with tempfile.TemporaryDirectory(prefix="postgres-") as folder:
         _own(Path(folder))
         file = f"{folder}/dump.sql"
-        _run(binaries() / "pg_dump", "--schema=redlock", f"--file={file}", node.url)
-        _run(binaries() / "psql", "--no-psqlrc", "--set=ON_ERROR_STOP=1", f"--file={file}", to.url)
+        run_to_end(binaries() / "pg_dump", "--schema=redlock", f"--file={file}", node.url)
+        run_to_end(
+            binaries() / "psql", "--no-psqlrc", "--set=ON_ERROR_STOP=1", f"--file={file}", to.url
+        )
 
 
 def _state_of(process: psutil.Process) -> str:
@@ -320,7 +322,7 @@ class PostgresNode(Server):
             self._make_data()
 
     def _make_data(self) -> None:
-        _run("cp", "-a", "--reflink=auto", self.template, self.data, unprivileged=False)
+        run_to_end("cp", "-a", "--reflink=auto", self.template, self.data, unprivileged=False)
 
     def _answers(self) -> bool:
         try:
@@ -338,7 +340,7 @@ class PostgresNode(Server):
         if lock_file.exists():  # a new boot of a machine has no such memory, and other processes
             memory = lock_file.read_text().splitlines()[6:7]
             if memory and memory[0].strip():
-                _run("ipcrm", "-m", memory[0].split()[1], unprivileged=False)
+                run_to_end("ipcrm", "-m", memory[0].split()[1], unprivileged=False)
             lock_file.unlink()
 
     def setup(self) -> None:
@@ -422,7 +424,7 @@ class Standby(PostgresNode):
         self._name = f"standby_{self.port}"
 
     def _make_data(self) -> None:
-        _run(
+        run_to_end(
             binaries() / "pg_basebackup", "--pgdata", self.data, "--write-recovery-conf",
             "--checkpoint=fast", "--wal-method=stream", "--no-sync",
             "--dbname", f"{self._primary.url}?application_name={self._name}",

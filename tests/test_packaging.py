@@ -18,11 +18,12 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import made_once, unpack
-from tests.pages import ROOT, SITE, blocks
+from tests.pages import ROOT, SITE, blocks, shown_commands
 
 # for work on the repository itself: the environment in which these tests run has them
-FOR_DEVELOPERS = {"benchmarks", "checks", "dev", "docs", "example"}
+FOR_DEVELOPERS = {"benchmarks", "checks", "dev", "docs", "example", "release"}
 EXTRAS = sorted({*metadata("celery_redlock").get_all("Provides-Extra", [])} - FOR_DEVELOPERS)
+INSTALL = "docs/getting-started/install.md"
 LOOK = """
 import importlib.metadata, importlib.util, sys
 import celery_redlock
@@ -121,12 +122,12 @@ def built(index: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made_once(tmp_path_factory, "dist", build)
 
 
-def install(home: Path, *wanted: str) -> str:
-    """Install into an environment by the pip of this one; returns its python."""
+def install(home: Path, *wanted: str, cwd: Path | None = None) -> str:
+    """Install into an environment by the pip of this one; returns its python. cwd: of the pip."""
     python = str(home / "bin" / "python")
     pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", python)
     # the few modules that are imported are compiled then
-    run(*pip, "install", "-q", "--no-compile", *wanted, cwd=home)
+    run(*pip, "install", "-q", "--no-compile", *wanted, cwd=cwd or home)
     run(*pip, "check", cwd=home)
     return python
 
@@ -261,18 +262,86 @@ def test_it_works_with_an_extra(wheel: Path, copied: Path, tmp_path: Path, extra
     run(python, *USES[extra], cwd=tmp_path)
 
 
-def test_what_the_start_page_installs_is_what_its_app_needs(
-    wheel: Path, copied: Path, tmp_path: Path
-) -> None:
-    page = ROOT / "docs" / "getting-started" / "first-locked-task.md"
-    pip_, install_, *words = shlex.split(blocks(page, "console")[0].code.removeprefix("$ "))
+@pytest.fixture(scope="session")
+def clone(index: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Give a clone of the repository, as somebody has it who installs from one."""
+
+    def make(where: Path) -> None:
+        run("git", "clone", "-q", str(ROOT), str(where), cwd=ROOT)
+
+    return made_once(tmp_path_factory, "clone", make)
+
+
+def installed_words(line: str) -> list[str]:
+    """Return what a command of a page gives to `pip install`."""
+    pip_, install_, *words = shlex.split(line)
     assert (pip_, install_) == ("pip", "install")
-    wanted = [str(wheel) if word == "celery_redlock" else word for word in words]
-    assert str(wheel) in wanted
-    python = install(copied, *wanted)
+    return words
+
+
+def run_the_start(python: str, tmp_path: Path) -> None:
+    """Return if the app of the first page can reach its broker and its results."""
+    page = ROOT / "docs" / "getting-started" / "first-locked-task.md"
     (tmp_path / "tasks.py").write_text(blocks(page, "python")[0].code)
     look = "from tasks import app; app.connection_for_write().transport_cls; app.backend.client"
     run(python, "-c", look, cwd=tmp_path)
+
+
+def test_the_command_of_the_first_pages_installs_a_clone_into_an_empty_environment(
+    clone: Path, tmp_path: Path
+) -> None:
+    first = ("README.md", "docs/index.md", "docs/getting-started/first-locked-task.md")
+    shown = {page: shown_commands(blocks(ROOT / page, "console")[0]) for page in (*first, INSTALL)}
+    command = shown[INSTALL]
+    assert shown == dict.fromkeys(shown, command)
+    home = tmp_path / "venv"
+    venv.create(home)
+    (line,) = command
+    run_the_start(install(home, *installed_words(line), cwd=clone), tmp_path)
+
+
+def test_the_wheel_of_the_install_page_can_be_built_and_installed(
+    clone: Path, copied: Path, tmp_path: Path
+) -> None:
+    _, build_, install_ = shown_commands(blocks(ROOT / INSTALL, "console")[1])
+    python_, *words = shlex.split(build_)
+    assert python_ == "python"
+    run(sys.executable, *words, cwd=clone)
+    wheel, *more = installed_words(install_)
+    pip = (sys.executable, "-m", "pip", "--python", str(copied / "bin" / "python"))
+    run(*pip, "uninstall", "-q", "-y", "celery_redlock", cwd=tmp_path)
+    run_the_start(install(copied, str(clone / wheel), *more), tmp_path)
+
+
+def test_a_commit_can_be_pinned_as_the_install_page_says(
+    clone: Path, copied: Path, tmp_path: Path
+) -> None:
+    line = blocks(ROOT / INSTALL, "text")[0].code.strip()
+    commit = run("git", "rev-parse", "HEAD", cwd=clone).strip()
+    (tmp_path / "requirements.txt").write_text(
+        line.replace("/srv/celery_redlock", str(clone)).replace("COMMIT", commit)
+    )
+    pip = (sys.executable, "-m", "pip", "--python", str(copied / "bin" / "python"))
+    run(*pip, "uninstall", "-q", "-y", "celery_redlock", cwd=tmp_path)
+    python = install(copied, "-r", "requirements.txt", cwd=tmp_path)
+    run_the_start(python, tmp_path)
+    (recorded,) = copied.glob("lib/*/site-packages/celery_redlock-*.dist-info/direct_url.json")
+    assert json.loads(recorded.read_text())["vcs_info"]["commit_id"] == commit
+
+
+def test_a_release_can_be_checked_and_has_an_sbom(clone: Path) -> None:
+    pytest.importorskip("cyclonedx_py")  # of the extra `release`, which `dev` has
+    check = [sys.executable, "-m", "tests.release_check", "--quick"]
+    done = subprocess.run(check, cwd=clone, capture_output=True, text=True, check=False)
+    for step in ("versions", "sdist and wheel", "empty environment", "SBOM"):
+        assert f"ok     {step}\n" in done.stdout, done.stdout + done.stderr
+    failed = re.findall(r"^FAILED (.+?): ", done.stdout, re.MULTILINE)
+    assert done.returncode == bool(failed)
+    assert set(failed) <= {"changelog", "figures"}, done.stdout  # until the release is near
+    built = {path.name for path in (clone / "build" / "release" / "dist").iterdir()}
+    assert {name.rpartition(".")[2] for name in built} == {"whl", "gz"}
+    sbom = json.loads((clone / "build" / "release" / "celery_redlock.cdx.json").read_text())
+    assert sbom["bomFormat"] == "CycloneDX"
 
 
 def test_the_site_needs_its_own_extra_alone(wheel: Path, copied: Path, tmp_path: Path) -> None:

@@ -94,7 +94,7 @@ def test_the_picture_of_the_nodes_counts_a_quorum_as_the_lock_does() -> None:
 
 
 def test_the_picture_of_a_fencing_token_shows_what_a_database_does() -> None:
-    set_fence, where = re.findall(r"fence [=<] :token", fencing.UPDATE)
+    set_fence, where = re.findall(r"fence (?:=|<=) :token", fencing.UPDATE)
     with sqlite3.connect(":memory:") as database:
         database.execute("CREATE TABLE account (fence INTEGER)")
         database.execute("INSERT INTO account VALUES (0)")

@@ -11,6 +11,7 @@ import celery_redlock
 import celery_redlock.django
 import celery_redlock.lock.reports
 import celery_redlock.signals
+import celery_redlock.sqlalchemy
 import celery_redlock.testing
 
 MODULES = (
@@ -18,6 +19,7 @@ MODULES = (
     celery_redlock.django,
     celery_redlock.lock.reports,
     celery_redlock.signals,
+    celery_redlock.sqlalchemy,
     celery_redlock.testing,
 )
 LIST = Path(__file__).with_name("public_api.txt")

@@ -27,7 +27,8 @@ SEARCHED = [
 ]  # fmt: skip
 # words of others for these things, and the page that answers, or two
 FIRST = {
-    "coalesce": "how-to/debounce",
+    "coalesce": "how-to/debounce how-to/deduplicate-calls",
+    "Django admin": "how-to/django",
     "double click": "how-to/django",
     "downtime": "operations/change-nodes",
     "enqueue": "how-to/deduplicate-calls",
@@ -36,7 +37,9 @@ FIRST = {
     "graceful shutdown": "how-to/kubernetes explanation/crashes-and-shutdown",
     "heartbeat": "how-to/long-running-tasks",
     "Kubernetes": "how-to/kubernetes",
+    "keep last if active": "how-to/deduplicate-calls",
     "last save": "how-to/debounce",
+    "last write wins": "how-to/deduplicate-calls",
     "leader election": "how-to/one-beat",
     "live": "reference/cli",
     "lock every task": "how-to/existing-base-class",
@@ -54,6 +57,7 @@ FIRST = {
     "second click": "how-to/django",
     "semaphore": "how-to/limit-concurrency",
     "singleton": "how-to/deduplicate-calls",
+    "stale write": "how-to/idempotent-writes",
     "third-party tasks": "how-to/existing-base-class",
     "stuck": "how-to/after-a-crash how-to/clear-a-lock",
     "throttle": "how-to/rate-limit",

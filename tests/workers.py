@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from celery_redlock.testing import WorkerProcess, reaper
+from celery_redlock.operate.drill import reaper
+from celery_redlock.testing import WorkerProcess
 from tests.fork_server import Process, can_fork
 
 
@@ -19,7 +20,7 @@ def spawn(command: Sequence[str], log: Path, **more: Any) -> Any:
         process = Process(
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, group=True, **more
         )
-    reaper.watch(process.pid)
+    reaper.watch_group(process.pid)
     return process
 
 

@@ -9,6 +9,7 @@ Read `lock.py` first. Then read `engine/acquirer.py` (all keys or none, one roun
   what this process has open; `session_of` finds one.
 - `ownership.py`: `Ownership`: what one lock has acquired: its owner, reentrancy (nested acquires),
   release, and why it is not held.
+- `fenced_rows.py`: `token_of`, `rows_written`: what a fenced update needs, and what its rows mean.
 - `retry.py`: `Attempts`, `Wait`: the tries of one acquire: when to try again, at a release or after
   a random pause, and when to give up.
 - `validation.py`: `check_nodes`, `check_ttl`, `check_resources`, `check_limit`: checks of settings

@@ -194,8 +194,8 @@ class Redlock:
 
         Raises QuorumUnreachable if it finds none, and too few nodes answer to know.
         """
-        sight = self.locks(resource)
-        return self._known(sight.rates, sight, resource)
+        lock_list = self.locks(resource)
+        return self._known(lock_list.rates, lock_list, resource)
 
     def holder(self, resource: str) -> LockReport | None:
         """Return the lock that is held on a resource, None if it is free; of permits the first.
@@ -204,9 +204,9 @@ class Redlock:
         QuorumUnreachable if too few nodes answer to know.
         """
         self._check("holder", resource)
-        sight = self.locks(resource)
-        held = next((lock for lock in sight.locks if lock.held), None)
-        return self._known(held, sight, resource)
+        lock_list = self.locks(resource)
+        held = next((lock for lock in lock_list.locks if lock.held), None)
+        return self._known(held, lock_list, resource)
 
     def waiters(self, resource: str | None = None) -> WaitingList:
         """Return all processes that wait for a lock or a start, or those of one resource.
@@ -224,11 +224,11 @@ class Redlock:
         beside it. Nothing is broken of a resource that nobody holds. Raises as `rates` does.
         """
         self._check("break_lock", resource)
-        sight = self.locks(resource)
-        self._known(sight.locks or sight.rates, sight, resource)
-        locks = tuple(break_lock(self.session, lock) for lock in sight.locks if lock.value)
-        rates = tuple(break_rate(self.session, rate) for rate in sight.rates)
-        return BreakReport(resource, locks, rates, sight.needed)
+        lock_list = self.locks(resource)
+        self._known(lock_list.locks or lock_list.rates, lock_list, resource)
+        locks = tuple(break_lock(self.session, lock) for lock in lock_list.locks if lock.value)
+        rates = tuple(break_rate(self.session, rate) for rate in lock_list.rates)
+        return BreakReport(resource, locks, rates, lock_list.needed)
 
     def claims(self, pattern: str = "*") -> ClaimList:
         """Return the claims of deduplicated calls whose resource matches a pattern: `"stock:*"`.
@@ -245,18 +245,21 @@ class Redlock:
         Raises as `rates` does.
         """
         self._check("end_claim", resource)
-        sight = self.claims()
-        claims = [one for one in sight.claims if resource in one.known_as]
-        self._known(claims, sight, resource)
+        claim_list = self.claims()
+        claims = [claim for claim in claim_list.claims if resource in claim.known_as]
+        self._known(claims, claim_list, resource)
         return tuple(delete_claim(self.session, claim) for claim in claims)
 
-    def _known(self, found: T, sight: Answers, resource: str | None) -> T:
-        """Return what was found; raise QuorumUnreachable if that is nothing, and may be wrong."""
-        if not found and not sight.is_known:
-            causes = [f"{node}: {cause}" for node, cause in sight.failing.items()]
-            of = resource or f"every lock under {self.prefix!r}"
-            raise QuorumUnreachable(of, causes, sight.needed)
-        return found
+    def _known(self, result: T, answers: Answers, resource: str | None) -> T:
+        """Return the result of a query.
+
+        Raises QuorumUnreachable if the result is empty and too few nodes answered to be sure.
+        """
+        if not result and not answers.is_known:
+            causes = [f"{node}: {cause}" for node, cause in answers.failing.items()]
+            subject = resource or f"every lock under {self.prefix!r}"
+            raise QuorumUnreachable(subject, causes, answers.needed)
+        return result
 
     def _check(self, method: str, text: object, name: str = "resource") -> None:
         check_text(f"{type(self).__name__}.{method}", name, text)  # None would be every resource
@@ -269,21 +272,21 @@ class Redlock:
         QuorumUnreachable if no node could be reached.
         """
         nodes = self.session.nodes
-        trusted, failing = trust_nodes(nodes, [node.name for node in nodes.all], self.prefix)
-        for name, cause in failing.items():
+        trusted, failures = trust_nodes(nodes, [node.name for node in nodes.all], self.prefix)
+        for name, cause in failures.items():
             extra = {"event": "node_not_trusted", "node": name}
             logger.warning("node %s could not be trusted: %s", name, cause, extra=extra)
-        for name, held in trusted.items():
+        for name, lock_name in trusted.items():
             extra = {"event": "node_trusted", "node": name}
             logger.info("node %s is trusted: it votes from now on", name, extra=extra)
-            if held:
+            if lock_name:
                 logger.warning(
                     "node %s is trusted, but holds %r: if the holder still runs, a node that lost "
-                    "this lock may now grant it again", name, held,
+                    "this lock may now grant it again", name, lock_name,
                     extra={"event": "node_trusted_with_locks", "node": name},
                 )  # fmt: skip
         if not trusted:
-            causes = [f"{name}: {cause}" for name, cause in failing.items()]
+            causes = [f"{name}: {cause}" for name, cause in failures.items()]
             raise QuorumUnreachable(f"every lock under {self.prefix!r}", causes, 1)
 
     def close(self) -> None:
@@ -337,15 +340,16 @@ def _deliver_all() -> None:
 
 def sessions() -> list[Session]:
     """Return the sessions of this process, the oldest first."""
-    found = [one() for one in list(_sessions)]  # in one step: another thread may add one meanwhile
-    return [session for session in found if session is not None]
+    references = list(_sessions)  # in one step: another thread may add one meanwhile
+    candidates = [reference() for reference in references]
+    return [session for session in candidates if session is not None]
 
 
 def session_of(identity: bytes) -> Session | None:
     """Return an open session of this process by its `identity`: that of its nodes and prefix."""
-    for one in sessions():
-        if one.identity == identity and not one.is_closed:  # a closed one sends nothing
-            return one
+    for session in sessions():
+        if session.identity == identity and not session.is_closed:  # a closed one sends nothing
+            return session
     return None
 
 

@@ -9,6 +9,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import redis
@@ -16,7 +17,7 @@ import redis
 from celery_redlock.label import Holder
 from celery_redlock.lock.engine.session import Session
 from celery_redlock.lock.model.keys import (
-    MOST_DIGITS,
+    MAX_DIGITS,
     broken_key,
     inbox_channel,
     lock_key,
@@ -50,13 +51,15 @@ from celery_redlock.lock.transport.command import (
     read_text,
     text_of,
 )
-from celery_redlock.lock.validation import MOST_PERMITS
+from celery_redlock.lock.validation import MAX_PERMITS
 
-ASKED_AT_ONCE = 500  # keys in one write
-GONE = -2  # Source: the Redis command PTTL
-_Scores = Mapping[Any, float]  # by member: of waiters, since when each waits
+MAX_KEYS_PER_WRITE = 500
+KEY_MISSING = -2  # Source: the Redis command PTTL
+_Scores = Mapping[Any, float]  # by member of a sorted set
 _Starts = Mapping[str, tuple[str, _Scores]]  # by resource: the stored rate, ages in s by permit
-_STORED_RATE = re.compile(rf"([0-9]{{1,{MOST_DIGITS}}}) (.*)", re.DOTALL)  # by lua/take.lua
+_Awaited = tuple[str, bool]  # a resource, and whether a process waits for a start of its rate
+_Registrations = Mapping[Any, Mapping[str, float]]  # by waiter and node: since when it waits
+_STORED_RATE = re.compile(rf"([0-9]{{1,{MAX_DIGITS}}}) (.*)", re.DOTALL)  # by lua/take.lua
 
 
 def list_locks(session: Session, resource: str | None = None) -> LockList:
@@ -64,96 +67,116 @@ def list_locks(session: Session, resource: str | None = None) -> LockList:
     prefix = session.options.prefix
     nodes = session.nodes
 
-    def ask(connection: Any) -> tuple[list[tuple[Any, Any, float]], _Starts]:
+    def read_locks(connection: Any) -> tuple[list[tuple[Any, Any, float]], _Starts]:
         if resource is not None:  # without a search of the whole database
-            permits = range(MOST_PERMITS)
+            permits = range(MAX_PERMITS)
             keys = [encoded(lock_key(prefix, resource, permit)) for permit in permits]
             return list(values_on(connection, keys)), _starts_on(connection, prefix, [resource])
-        locks = lock_key(prefix, "")
-        rates = rate_keys(prefix, "")[0]
-        names = map(text_of, set(names_on(connection, rates)))
-        starts = _starts_on(connection, prefix, [name.removeprefix(rates) for name in names])
-        return list(values_on(connection, list(set(names_on(connection, locks))))), starts
+        rate_prefix = rate_keys(prefix, "")[0]
+        rate_names = map(text_of, set(names_on(connection, rate_prefix)))
+        resources = [name.removeprefix(rate_prefix) for name in rate_names]
+        starts = _starts_on(connection, prefix, resources)
+        lock_names = list(set(names_on(connection, lock_key(prefix, ""))))
+        return list(values_on(connection, lock_names)), starts
 
-    found, failing = ask_each(nodes, ask)
-    votes: dict[tuple[Any, Any], dict[str, float]] = {}
-    keys = Counter[Any]()  # by key: on how many nodes it is
-    for node, (values, _) in found.items():
-        for key, value, left in values:
-            votes.setdefault((key, value), {})[node] = left
-            keys[key] += 1
-    taken = [key for key, count in keys.items() if len(found) - count < nodes.quorum]
-    used = Counter(resource_of(prefix, text_of(key))[0] for key in taken)
-    locks = [_report(session, key, value, on, used) for (key, value), on in votes.items()]
+    replies, failures = ask_each(nodes, read_locks)
+    votes: dict[tuple[Any, Any], dict[str, float]] = {}  # by key and value, then by node
+    node_counts = Counter[Any]()  # by key
+    for node, (values, _) in replies.items():
+        for key, value, remaining in values:
+            votes.setdefault((key, value), {})[node] = remaining
+            node_counts[key] += 1
+    # a permit is taken if fewer than a quorum of nodes have it free
+    taken_keys = [key for key, count in node_counts.items() if len(replies) - count < nodes.quorum]
+    used_permits = Counter(resource_of(prefix, text_of(key))[0] for key in taken_keys)
+    locks = [
+        _report(session, key, value, node_votes, used_permits)
+        for (key, value), node_votes in votes.items()
+    ]
     locks.sort(key=lambda lock: (lock.resource, lock.permit, -len(lock.votes)))
-    rates = _rates(session, {node: starts for node, (_, starts) in found.items()})
-    return LockList(tuple(locks), rates, failing, len(nodes.all), nodes.quorum)
+    rates = _rates(session, {node: starts for node, (_, starts) in replies.items()})
+    return LockList(tuple(locks), rates, failures, len(nodes.all), nodes.quorum)
 
 
 def _report(
-    session: Session, key: Any, value: Any, votes: Mapping[str, float], used: Mapping[str, int]
+    session: Session,
+    key: Any,
+    value: Any,
+    votes: Mapping[str, float],
+    used_permits: Mapping[str, int],
 ) -> LockReport:
+    """Return the report of one value of a key.
+
+    votes: by node, the seconds until the key expires. used_permits: by resource.
+    """
     resource, permit = resource_of(session.options.prefix, text_of(key))
     text = "" if value is None else text_of(value)
     label, since, ttl, limit = parts_of(text)
-    needed = session.nodes.quorum
-    left = sorted(votes.values(), reverse=True)
-    held = len(votes) >= needed
+    quorum = session.nodes.quorum
+    remaining = sorted(votes.values(), reverse=True)
+    is_held = len(votes) >= quorum
     return LockReport(
         resource,
         permit,
         limit,
-        used.get(resource, 0),
+        used_permits.get(resource, 0),
         Holder.of(label if text else "no lock, but a key of another type"),
         since=in_iso(since),
         held_for=None if since is None else max(0.0, session.clock.wall_us() / 1e6 - since),
-        since_renewal=None if ttl is None else max(0.0, ttl - left[0]),
-        held=held,
-        valid_for=left[needed - 1] if held else 0.0,
+        since_renewal=None if ttl is None else max(0.0, ttl - remaining[0]),
+        held=is_held,
+        valid_for=remaining[quorum - 1] if is_held else 0.0,
         votes=votes,
-        needed=needed,
+        needed=quorum,
         key=key,
         value=value,
     )
 
 
-def _rates(session: Session, found: Mapping[str, _Starts]) -> tuple[RateReport, ...]:
-    """Return the rates of which starts are used, in order. found: by node that answers."""
+def _rates(session: Session, starts_by_node: Mapping[str, _Starts]) -> tuple[RateReport, ...]:
+    """Return the rates of which starts are used, by resource and in order."""
     by_resource: dict[str, list[tuple[str, _Scores]]] = {}
-    for starts in found.values():
+    for starts in starts_by_node.values():
         for resource, stored in starts.items():
             by_resource.setdefault(resource, []).append(stored)
-    reports = (_rate(session, resource, len(found), of) for resource, of in by_resource.items())
-    shown = (report for report in reports if report is not None and report.used)
-    return tuple(sorted(shown, key=lambda report: report.resource))
+    reports = []
+    for resource, copies in sorted(by_resource.items()):
+        report = _rate(session, resource, len(starts_by_node), copies)
+        if report is not None and report.used:
+            reports.append(report)
+    return tuple(reports)
 
 
 def _rate(
-    session: Session, resource: str, answering: int, stored: Sequence[tuple[str, _Scores]]
+    session: Session, resource: str, node_count: int, copies: Sequence[tuple[str, _Scores]]
 ) -> RateReport | None:
-    """Return what is used of a rate; None if another program wrote it.
+    """Return the report of a rate; None if another program wrote its text.
 
-    answering: the number of nodes that do. stored: on each node that has it.
+    node_count: the number of nodes that replied. copies: what each node that has the rate stores:
+    the text of the rate, and the ages of its starts by permit.
     """
     nodes = session.nodes
-    wall = session.clock.wall_us() / 1e6
-    read = _STORED_RATE.fullmatch(Counter(text for text, _ in stored).most_common(1)[0][0])
-    rate = None if read is None else Rate.parse(read[2])
-    if read is None or rate is None:
+    now = session.clock.wall_us() / 1e6
+    text, _ = Counter(text for text, _ in copies).most_common(1)[0]
+    match = _STORED_RATE.fullmatch(text)
+    rate = None if match is None else Rate.parse(match[2])
+    if match is None or rate is None:
         return None
-    kept = int(read[1]) / 1000
-    waits = []
-    for permit in {permit for _, ages in stored for permit in ages}:
+    kept_ms = int(match[1])
+    silent_nodes = [math.inf] * (len(nodes.all) - node_count)
+    waits = []  # seconds until each permit that a node counts is free
+    for permit in {permit for _, by_permit in copies for permit in by_permit}:
         if not permit.isdecimal() or int(permit) >= rate.starts:
             continue
-        ends = [max(0.0, kept - max(0.0, ages[permit])) for _, ages in stored if permit in ages]
-        ends += [0.0] * (answering - len(ends)) + [math.inf] * (len(nodes.all) - answering)
-        wait = expires_in(ends, nodes.quorum)
+        ages = [by_permit[permit] for _, by_permit in copies if permit in by_permit]
+        counting_nodes = [max(0.0, kept_ms / 1000 - max(0.0, age)) for age in ages]
+        free_nodes = [0.0] * (node_count - len(ages))
+        wait = expires_in([*counting_nodes, *free_nodes, *silent_nodes], nodes.quorum)
         waits.append(math.inf if wait is None else wait)
     used = sum(wait > 0 for wait in waits)
     next_in = min(waits) if used == rate.starts else 0.0
-    next_start = None if math.isinf(next_in) else in_iso(wall + next_in)
-    return RateReport(resource, str(rate), used, rate.starts, next_in, next_start, int(read[1]))
+    next_start = None if math.isinf(next_in) else in_iso(now + next_in)
+    return RateReport(resource, str(rate), used, rate.starts, next_in, next_start, kept_ms)
 
 
 def break_lock(session: Session, lock: LockReport) -> BrokenLock:
@@ -165,20 +188,21 @@ def break_lock(session: Session, lock: LockReport) -> BrokenLock:
     broken = broken_key(text_of(lock.key), text_of(lock.value))
     waiting = waiting_key(prefix, name_of_lock(lock.resource))
     # milliseconds; a holder reclaims for no longer than its lease
-    lasting = str(int(session.options.guard.grace_period * 1000))
+    record_ttl = str(int(session.options.guard.grace_period * 1000))
     inbox = encoded(inbox_channel(prefix, ""))
     keys = "3", lock.key, encoded(broken), encoded(waiting)
-    force_unlock = "EVAL", BREAK.source, *keys, lock.value, lasting, inbox
-    deleted, failing = ask_each(
+    force_unlock = "EVAL", BREAK.source, *keys, lock.value, record_ttl, inbox
+    deleted, failures = ask_each(
         session.nodes, lambda connection: bool(read_number(reply_of(connection, *force_unlock)))
     )
-    return BrokenLock(lock, tuple(node for node, gone in deleted.items() if gone), failing)
+    gone_from = tuple(node for node, is_deleted in deleted.items() if is_deleted)
+    return BrokenLock(lock, gone_from, failures)
 
 
 def break_rate(session: Session, rate: RateReport) -> FreedRate:
-    """Give all starts of a rate back, and wake who waits for one.
+    """Give all starts of a rate back, and wake the waiters of that rate.
 
-    Bodies that have started run on, so more may start in a period than the rate says.
+    Bodies that have started run on, so more bodies may start in a period than the rate allows.
     """
     prefix = session.options.prefix
     waiting = waiting_key(prefix, name_of_rate(rate.resource))
@@ -186,57 +210,62 @@ def break_rate(session: Session, rate: RateReport) -> FreedRate:
     # the same text on each node: a waiter acts on an announcement of a quorum
     words = "", new_token(), encoded(inbox_channel(prefix, "")), str(rate.kept_ms)
     cancel = "EVAL", CANCEL.source, "3", *keys, *words
-    found, failing = ask_each(
+    starts_from, failures = ask_each(
         session.nodes, lambda connection: read_number(reply_of(connection, *cancel))
     )
-    return FreedRate(rate, found, failing)
+    return FreedRate(rate, starts_from, failures)
 
 
 def _parts(names: Sequence[Any]) -> Iterator[Sequence[Any]]:
-    """Yield names in parts, as many as one write asks about."""
-    for first in range(0, len(names), ASKED_AT_ONCE):
-        yield names[first : first + ASKED_AT_ONCE]
+    """Yield names in parts of at most `MAX_KEYS_PER_WRITE`."""
+    for first in range(0, len(names), MAX_KEYS_PER_WRITE):
+        yield names[first : first + MAX_KEYS_PER_WRITE]
+
+
+def _send(connection: Any, commands: Sequence[tuple[Any, ...]]) -> None:
+    """Write commands to a node in one go. `_next_reply` reads their replies, in order."""
+    connection.send_packed_command(connection.pack_commands(commands))
 
 
 def values_on(connection: Any, names: Sequence[Any]) -> Iterator[tuple[Any, Any, float]]:
-    """Yield the name, the value and the remaining seconds of each key that exists."""
+    """Yield the name, the value and the remaining seconds of each key that exists.
+
+    The value is None for a key of another type. The seconds are inf for a key that never expires.
+    """
     for part in _parts(names):
-        connection.send_packed_command(
-            connection.pack_commands([("MGET", *part), ("EXISTS", *part)])
-        )
-        values = read_list(connection.read_response(), len(part))
-        asked = [pair for pair in zip(part, values, strict=True) if pair[1] is not None]
-        if read_number(connection.read_response()) > len(asked):  # MGET has none of another type
-            asked = list(zip(part, values, strict=True))
-        connection.send_packed_command(
-            connection.pack_commands([("PTTL", name) for name, _ in asked])
-        )
-        for name, value in asked:
-            ms = read_number(connection.read_response())
-            if ms != GONE:
-                if value is not None:
-                    read_text(value)
-                yield name, value, math.inf if ms < 0 else ms / 1000
+        _send(connection, [("MGET", *part), ("EXISTS", *part)])
+        pairs = list(zip(part, read_list(connection.read_response(), len(part)), strict=True))
+        texts = [pair for pair in pairs if pair[1] is not None]
+        key_count = read_number(connection.read_response())
+        # MGET has no value for a missing key, and none for a key of another type
+        existing = pairs if key_count > len(texts) else texts
+        _send(connection, [("PTTL", name) for name, _ in existing])
+        for name, value in existing:
+            ttl_ms = read_number(connection.read_response())
+            if ttl_ms == KEY_MISSING:
+                continue
+            if value is not None:
+                read_text(value)  # raises UnexpectedReplyError for what is no text
+            yield name, value, math.inf if ttl_ms < 0 else ttl_ms / 1000
 
 
 def _starts_on(connection: Any, prefix: str, resources: Sequence[str]) -> _Starts:
     """Return the starts of resources on one node: the stored rate, and the age of each start."""
-    found: dict[str, tuple[str, _Scores]] = {}
+    starts: dict[str, tuple[str, _Scores]] = {}
     for part in _parts(resources):
         keys = [[encoded(key) for key in rate_keys(prefix, resource)] for resource in part]
-        asked: list[tuple[Any, ...]] = [("TIME",)]
-        asked += [("ZRANGE", taken, "0", "-1", "WITHSCORES") for taken, _ in keys]
-        asked += [("HGET", tokens, "rate") for _, tokens in keys]
-        connection.send_packed_command(connection.pack_commands(asked))
+        read_permits = [("ZRANGE", taken, "0", "-1", "WITHSCORES") for taken, _ in keys]
+        read_rates = [("HGET", tokens, "rate") for _, tokens in keys]
+        _send(connection, [("TIME",), *read_permits, *read_rates])
         seconds, microseconds = map(int, read_list(connection.read_response(), 2))
         now = seconds + microseconds / 1e6
-        taken_at = [_scores_of(_next_reply(connection)) for _ in part]
+        permits = [_scores_of(_next_reply(connection)) for _ in part]
         rates = [_next_reply(connection) for _ in part]
-        for resource, scores, stored in zip(part, taken_at, rates, strict=True):
-            if scores and stored is not None:
-                ages = {text_of(permit): now - at / 1000 for permit, at in scores.items()}
-                found[resource] = read_text(stored), ages
-    return found
+        for resource, taken_at, rate in zip(part, permits, rates, strict=True):
+            if taken_at and rate is not None:
+                ages = {text_of(permit): now - ms / 1000 for permit, ms in taken_at.items()}
+                starts[resource] = read_text(rate), ages
+    return starts
 
 
 def _next_reply(connection: Any) -> Any:
@@ -258,75 +287,122 @@ def _scores_of(reply: Any) -> _Scores | None:
     return {member: float(read_text(score)) for member, score in scores}
 
 
+@dataclass(frozen=True)
+class _NodeWaiters:
+    """The waiters on one node.
+
+    sets: of each set what its members wait for, and their scores; None for a key of another type.
+    listening: the waiters that are connected to the node; None if the node does not say it.
+    """
+
+    sets: Sequence[tuple[_Awaited, _Scores | None]]
+    listening: set[Any] | None
+    starts: _Starts
+
+
 def list_waiting(session: Session, resource: str | None = None) -> WaitingList:
     """Return all processes that wait for a lock or a start of a rate, or those of one resource."""
     prefix = session.options.prefix
     nodes = session.nodes
-    beginning = waiting_key(prefix, "")
-    names = []
+    key_prefix = waiting_key(prefix, "")
+    keys: list[bytes] = []
     if resource is not None:
-        names = [name_of_lock(resource), name_of_rate(resource)]
-    keys = [encoded(waiting_key(prefix, name)) for name in names]
+        keys = [
+            encoded(waiting_key(prefix, name_of_lock(resource))),
+            encoded(waiting_key(prefix, name_of_rate(resource))),
+        ]
 
-    def ask(connection: Any) -> tuple[list[tuple[str, _Scores | None]], set[Any] | None, _Starts]:
+    def read_waiters(connection: Any) -> _NodeWaiters:
         sets = [
-            (text_of(name).removeprefix(beginning), scores)
-            for name, scores in _sets(connection, keys or set(names_on(connection, beginning)))
+            (waiting_for(text_of(key).removeprefix(key_prefix)), scores)
+            for key, scores in _sets(connection, keys or set(names_on(connection, key_prefix)))
         ]
         waiters = {waiter for _, scores in sets for waiter in scores or ()}
         listening = _listening(connection, prefix, sorted(waiters))
-        awaited = [waiting_for(name) for name, _ in sets]
-        rated = [resource for resource, is_rate in awaited if is_rate]
-        return sets, listening, _starts_on(connection, prefix, rated)
+        rated = [awaited for (awaited, is_rate), _ in sets if is_rate]
+        return _NodeWaiters(sets, listening, _starts_on(connection, prefix, rated))
 
-    found, failing = ask_each(nodes, ask)
-    heard = [listening for _, listening, _ in found.values() if listening is not None]
-    listens = None if len(heard) < nodes.quorum else set().union(*heard)
-    # by what is waited for and waiter: since, by node
-    registered: dict[tuple[str, bool], dict[Any, dict[str, float]]] = {}
+    replies, failures = ask_each(nodes, read_waiters)
     wrong_type: dict[str, tuple[str, ...]] = {}
-    for node, (sets, _, _) in found.items():
-        for name, scores in sets:
-            awaited = waiting_for(name)
+    for node, reply in replies.items():
+        for (name, _), scores in reply.sets:
             if scores is None:
-                wrong_type[awaited[0]] = (*wrong_type.get(awaited[0], ()), node)
-            for waiter, since in (scores or {}).items():
-                registered.setdefault(awaited, {}).setdefault(waiter, {})[node] = since
-    rates = _rates(session, {node: starts for node, (_, _, starts) in found.items()})
+                wrong_type[name] = (*wrong_type.get(name, ()), node)
+    rates = _rates(session, {node: reply.starts for node, reply in replies.items()})
     next_starts = {rate.resource: rate.next_start for rate in rates}
-    processes = []
-    for (resource, is_rate), waiters in sorted(registered.items()):
-        order = sorted((_agreed(on.values()), waiter) for waiter, on in waiters.items())
-        for rank, (since, waiter) in enumerate(order):  # as the nodes keep them
-            text = text_of(waiter)
-            on = tuple(waiters[waiter])
-            moment = in_iso(since or None)  # None of a hold, which waits before all others
-            named = "rate" if is_rate else "lock", rank, *_name_of(text), text, moment, on
-            is_there = listens is None or waiter in listens
-            until = next_starts.get(resource) if is_rate else None
-            processes.append(WaitingProcess(resource, *named, is_there, until))
-    return WaitingList(tuple(processes), wrong_type, failing, len(nodes.all), nodes.quorum)
+    listening = _listening_anywhere(replies.values(), nodes.quorum)
+    processes: list[WaitingProcess] = []
+    for awaited, registrations in sorted(_registrations(replies).items()):
+        processes += _processes(awaited, registrations, listening, next_starts)
+    return WaitingList(tuple(processes), wrong_type, failures, len(nodes.all), nodes.quorum)
+
+
+def _listening_anywhere(replies: Iterable[_NodeWaiters], quorum: int) -> set[Any] | None:
+    """Return the waiters that are connected to any node; None if fewer than a quorum say it."""
+    known = [reply.listening for reply in replies if reply.listening is not None]
+    return None if len(known) < quorum else set().union(*known)
+
+
+def _registrations(replies: Mapping[str, _NodeWaiters]) -> dict[_Awaited, _Registrations]:
+    """Return the waiters by what they wait for."""
+    registrations: dict[_Awaited, dict[Any, dict[str, float]]] = {}
+    for node, reply in replies.items():
+        for awaited, scores in reply.sets:
+            for waiter, since in (scores or {}).items():
+                by_node = registrations.setdefault(awaited, {}).setdefault(waiter, {})
+                by_node[node] = since
+    return dict(registrations)
+
+
+def _processes(
+    awaited: _Awaited,
+    registrations: _Registrations,
+    listening: set[Any] | None,
+    next_starts: Mapping[str, str | None],
+) -> Iterator[WaitingProcess]:
+    """Yield the processes that wait for one thing, in the order in which the nodes keep them.
+
+    listening: the waiters that are connected to a node; None if that is unknown.
+    """
+    resource, is_rate = awaited
+    order = sorted((_agreed(by_node.values()), key) for key, by_node in registrations.items())
+    for rank, (since, key) in enumerate(order):
+        waiter = text_of(key)
+        name, pid = _name_of(waiter)
+        yield WaitingProcess(
+            resource=resource,
+            waits_for="rate" if is_rate else "lock",
+            rank=rank,
+            name=name,
+            pid=pid,
+            waiter=waiter,
+            since=in_iso(since or None),  # 0 of a hold, which waits before all others
+            nodes=tuple(registrations[key]),
+            listens=listening is None or key in listening,
+            next_start=next_starts.get(resource) if is_rate else None,
+        )
 
 
 def _name_of(waiter: str) -> tuple[str, int | None]:
     parts = waiter.rsplit(":", 2)  # a name as Inbox makes it
-    if len(parts) != 3 or not parts[1].isdecimal() or len(parts[1]) > MOST_DIGITS:
+    if len(parts) != 3 or not parts[1].isdecimal() or len(parts[1]) > MAX_DIGITS:
         return waiter, None
     return parts[0], int(parts[1])
 
 
 def _agreed(since: Iterable[float]) -> float:
-    """Return what most nodes say; of several, the earliest. A node may lack the last write."""
+    """Return the score that most nodes have; of several such, the least.
+
+    A node may lack the last write.
+    """
     votes = Counter(since)
-    return min(votes, key=lambda one: (-votes[one], one))
+    return min(votes, key=lambda score: (-votes[score], score))
 
 
 def _sets(connection: Any, names: Collection[Any]) -> Iterator[tuple[Any, _Scores | None]]:
     """Yield the name of each set, and since when each member waits; None for another type."""
     for part in _parts(list(names)):
-        connection.send_packed_command(
-            connection.pack_commands([("ZRANGE", name, "0", "-1", "WITHSCORES") for name in part])
-        )
+        _send(connection, [("ZRANGE", name, "0", "-1", "WITHSCORES") for name in part])
         for name in part:
             yield name, _scores_of(_next_reply(connection))
 

@@ -61,7 +61,9 @@ class Lock:
     def remaining(self) -> float:
         """Seconds of validity left without a renewal; 0.0 once the lock is lost or released."""
         now = self._clock.now()
-        return min((one.remaining(now) for one in self.ownership.acquisitions), default=0.0)
+        return min(
+            (acquisition.remaining(now) for acquisition in self.ownership.acquisitions), default=0.0
+        )
 
     @property
     def fencing_token(self) -> int:
@@ -71,11 +73,14 @@ class Lock:
         `fencing=True`, or is not acquired.
         """
         if not self.ownership.options.fencing:
-            raise RedlockError(f"{self.resource!r} has no fencing token: take it with fencing=True")
+            raise RedlockError(
+                f"{self.resource!r} has no fencing token: give the task lock_fencing=True, or take "
+                "the lock with fencing=True"
+            )
         acquisitions = self.ownership.acquisitions
         if not acquisitions:
             raise RedlockError(f"{self.resource!r} is not acquired, so it has no fencing token yet")
-        return max(one.fencing_token for one in acquisitions)
+        return max(acquisition.fencing_token for acquisition in acquisitions)
 
     def ensure(self) -> None:
         """Raise LockLost with the reason unless the lock is held now. No I/O."""
@@ -109,7 +114,9 @@ class Lock:
     def _keys_to_confirm(self) -> list[tuple[str, str]]:
         """Return name and value of each key; none while locking is off in a test."""
         self.ensure()
-        leases = [lease for one in self.ownership.acquisitions for lease in one.leases]
+        leases = [
+            lease for acquisition in self.ownership.acquisitions for lease in acquisition.leases
+        ]
         if leases and not self._session.nodes.all[0].address.keeps_locks:
             raise RedlockError(
                 "confirm_in needs the lock in the database that the body writes: "
@@ -139,10 +146,11 @@ class Lock:
         ownership = self.ownership
         options = ownership.options
         timeout = options.wait if wait is None else check_wait("Lock.acquire", "wait", wait)
-        hold = Hold(self._session.current_owner(), self._client)
+        session = self._session
+        hold = Hold(session.current_owner(), self._client, session.watchdog.release_dropped)
         try:
             ownership.enter(hold)
-            Attempts(self._session, options, self._keys, hold).run(timeout)
+            Attempts(session, options, self._keys, hold).run(timeout)
         except BaseException:
             # also an asynchronous exception at any point, for example a soft time limit
             ownership.release_hold(hold)
@@ -164,7 +172,7 @@ class Lock:
         timeout = options.wait if wait is None else check_wait("Lock.acquire_async", "wait", wait)
         owner = session.current_owner()
         runner = StepRunner(session.threads)
-        hold = Hold(owner, self._client)
+        hold = Hold(owner, self._client, session.watchdog.release_dropped)
         try:
             ownership.enter(hold)
             attempts = Attempts(session, options, self._keys, hold)
@@ -172,7 +180,7 @@ class Lock:
         except BaseException:  # also a cancellation, or the end of the loop
             if hold in ownership.holds:  # otherwise an exception interrupted `enter`
                 ownership.holds.remove(hold)
-            runner.then(lambda: session.releaser.release_hold(hold, anywhere=True))
+            runner.then(lambda: session.releaser.release_hold(hold, in_any_thread=True))
             raise
         ownership.last = hold
         return self
@@ -200,13 +208,13 @@ class Lock:
         RedlockError if the lock was never acquired, or belongs to another owner.
         """
         # without a call, so that no asynchronous exception is raised before `try`
-        last = self.ownership.holds[-1:]
+        last_holds = self.ownership.holds[-1:]
         try:
             self.ownership.release()
         except RedlockError:
             raise
         except BaseException:  # an exception came before the first line of `Ownership.release`
-            self.ownership.release_holds(last)
+            self.ownership.release_holds(last_holds)
             raise
 
     async def release_async(self) -> None:
@@ -221,24 +229,24 @@ class Lock:
 
     @uninterruptible
     def __exit__(self, *exc_info: object) -> None:
-        last = self.ownership.holds[-1:]  # as in `release`
+        last_holds = self.ownership.holds[-1:]  # as in `release`
         try:
             self.release()
         except RedlockError:
             raise
         except BaseException:
-            self.ownership.release_holds(last)
+            self.ownership.release_holds(last_holds)
             raise
 
     async def __aenter__(self) -> Lock:
         return await self.acquire_async()
 
     async def __aexit__(self, *exc_info: object) -> None:
-        last = self.ownership.holds[-1:]
+        last_holds = self.ownership.holds[-1:]
         try:
             self.__exit__(*exc_info)
         except RedlockError:  # another task leaves the block, for example by closing a generator
-            self.ownership.release_holds(last)
+            self.ownership.release_holds(last_holds)
             if exc_info[0] is None:
                 raise
 

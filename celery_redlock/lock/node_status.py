@@ -35,19 +35,19 @@ from celery_redlock.lock.transport.command import (
 def ask_nodes(session: Session) -> NodeList:
     """Connect to every node and return the status of each, within three node timeouts.
 
-    Over the connections of the locks, so this begins the grace period of a new node. Of a status it
-    is known whether the node fails, abstains or votes. Raises SettingsError if two nodes turn out
-    to be one server.
+    It uses the connections of the locks, so it begins the grace period of a new node. A status says
+    only whether the node fails, abstains or votes. Raises SettingsError if two nodes turn out to be
+    one server.
     """
     nodes = session.nodes
     answering = nodes.connect(session.clock.now() + 2 * nodes.timeout)
     session.check_distinct()
     _, grace_key = guard_keys(session.options.prefix)
     # milliseconds; negative if the node does not abstain
-    left = nodes.query(encode_command("PTTL", grace_key), read_number, nodes=answering)
+    grace_ms = nodes.query(encode_command("PTTL", grace_key), read_number, nodes=answering)
     statuses = []
     for node in nodes.all:
-        silent_for = max(0, left.get(node.index, 0)) / 1000
+        silent_for = max(0, grace_ms.get(node.index, 0)) / 1000
         status = NodeStatus(node.name, role="master", silent_for=silent_for, votes=not silent_for)
         if node.index not in answering:
             cause = node.error.cause if node.error else ""
@@ -59,34 +59,35 @@ def ask_nodes(session: Session) -> NodeList:
 def compare_shared_settings(
     session: Session, names: Collection[str] | None = None, *, writes: bool = False
 ) -> Mapping[str, list[str]]:
-    """Return the nodes by shared settings that differ from this client's, as found there.
+    """Return the nodes whose shared settings differ from this client's, by those settings.
 
-    Locks are safe only among clients with the same ones. names: of the nodes to ask; None for all.
-    writes: whether to leave this client's on the nodes. The last client's stay there: so after a
-    change in all clients, each client that writes warns at most once.
+    Locks are safe only among clients with the same shared settings. names: of the nodes to ask;
+    None for all. writes: whether this client writes its settings to the nodes. A node keeps the
+    settings of the last client that wrote. So after a change in all clients, each client that
+    writes warns at most once.
 
     Unlike a client's connection, this query does not begin the grace period of an unused node.
     Raises SettingsError if two nodes turn out to be one server.
     """
-    own = shared_settings_of(session)
+    own_settings = shared_settings_of(session)
     key = encoded(f"{{{session.options.prefix}}}:terms")
-    query = ("SET", key, encoded(own), "GET") if writes else ("GET", key)
+    query = ("SET", key, encoded(own_settings), "GET") if writes else ("GET", key)
 
-    def look(connection: Any) -> tuple[str | None, str]:
+    def read_settings(connection: Any) -> tuple[str | None, str]:
         run_id = read_info(connection).get("run_id", "")  # first: what is written is also reported
         reply = reply_of(connection, *query)
         return None if reply is None else read_text(reply), run_id
 
-    found, _ = ask_each(session.nodes, look, names)
-    seen: dict[str, str] = {}
-    others: dict[str, list[str]] = {}
-    for node, (settings, run_id) in found.items():
-        if run_id and run_id in seen:
-            raise one_server("Redlock", (seen[run_id], node))
-        seen[run_id] = node
-        if settings not in (None, own):
-            others.setdefault(settings, []).append(node)
-    return others
+    replies, _ = ask_each(session.nodes, read_settings, names)
+    node_of_run: dict[str, str] = {}
+    differing: dict[str, list[str]] = {}
+    for node, (settings, run_id) in replies.items():
+        if run_id and run_id in node_of_run:
+            raise one_server("Redlock", (node_of_run[run_id], node))
+        node_of_run[run_id] = node
+        if settings not in (None, own_settings):
+            differing.setdefault(settings, []).append(node)
+    return differing
 
 
 def shared_settings_of(session: Session) -> str:
@@ -100,42 +101,41 @@ def read_nodes(session: Session) -> NodeList:
     """Return the status of each node."""
     clock = session.clock
     guard = session.options.guard
-    keys = [encoded(key) for key in guard_keys(session.options.prefix)]
+    run_key, grace_key = map(encoded, guard_keys(session.options.prefix))
 
-    def look(connection: Any) -> NodeStatus:
-        asked = clock.now()
+    def read_status(connection: Any) -> NodeStatus:
+        pinged_at = clock.now()
         reply_of(connection, "PING")
-        latency = clock.now() - asked
+        latency = clock.now() - pinged_at
         seconds, microseconds = map(int, read_list(reply_of(connection, "TIME"), 2))
-        ahead = seconds + microseconds / 1e6 - clock.wall_us() / 1e6
-        facts = read_info(connection, ("server", "memory", "replication"))
-        run = reply_of(connection, "GET", keys[0])
-        left = reply_of(connection, "PTTL", keys[1])
-        knows_us = run is not None and read_text(run) == facts.get("run_id", "")
-        version = facts.get("valkey_version") or facts.get("redis_version", "")
-        role = facts.get("role", "")
-        silent_for = max(0, read_number(left)) / 1000
+        clock_offset = seconds + microseconds / 1e6 - clock.wall_us() / 1e6
+        info = read_info(connection, ("server", "memory", "replication"))
+        known_run = reply_of(connection, "GET", run_key)
+        silent_for = max(0, read_number(reply_of(connection, "PTTL", grace_key))) / 1000
+        knows_us = known_run is not None and read_text(known_run) == info.get("run_id", "")
+        version = info.get("valkey_version") or info.get("redis_version", "")
+        role = info.get("role", "")
         if role == "master":
             _try_to_grant(connection, session.options.prefix)
         may_vote = role == "master" and silent_for <= 0
         return NodeStatus(
-            server=f"{facts.get('server_name', 'redis')} {version}",  # Redis reports no name
+            server=f"{info.get('server_name', 'redis')} {version}",  # Redis reports no name
             role=role,
-            uptime=float(facts.get("uptime_in_seconds", 0)),
+            uptime=float(info.get("uptime_in_seconds", 0)),
             latency=latency,
-            clock=ahead,
-            policy=facts.get("maxmemory_policy", ""),
+            clock=clock_offset,
+            policy=info.get("maxmemory_policy", ""),
             silent_for=silent_for,
             knows_us=knows_us,
             votes=may_vote and (knows_us or guard.mode == "off"),
-            evicts=bool(eviction_policy(facts)),
-            in_cluster=is_in_cluster(facts),
+            evicts=bool(eviction_policy(info)),
+            in_cluster=is_in_cluster(info),
         )
 
-    found, failing = ask_each(session.nodes, look)
+    statuses, failures = ask_each(session.nodes, read_status)
+    statuses |= {name: NodeStatus(error=cause) for name, cause in failures.items()}
     names = [node.name for node in session.nodes.all]
-    found |= {name: NodeStatus(error=cause) for name, cause in failing.items()}
-    return _list_of(session, [replace(found[name], node=name) for name in names])
+    return _list_of(session, [replace(statuses[name], node=name) for name in names])
 
 
 def _list_of(session: Session, statuses: Sequence[NodeStatus]) -> NodeList:
@@ -145,10 +145,10 @@ def _list_of(session: Session, statuses: Sequence[NodeStatus]) -> NodeList:
 
 
 def _try_to_grant(connection: Any, prefix: str) -> None:
-    """Have a node grant a lock that nobody wants, for a millisecond; raise what it refuses.
+    """Have a node grant a lock that nobody wants, for a millisecond; raise its error.
 
-    A node with a full memory, or without the scripts, answers all that only reads. Its grace period
-    is not looked at, and not begun: the keys are no lock's. Sent as a client sends it.
+    A node whose memory is full, or that refuses scripts, still replies to reads. The request has
+    the form of a client's. Its keys are no lock's, so it neither reads nor begins a grace period.
     """
     name = completion_key(prefix, f"\n{new_token()}")
     keys = [encoded(f"{name}:{number}") for number in range(4)]
@@ -172,7 +172,7 @@ def missing_rights(session: Session) -> Mapping[str, list[str]]:
     prefix = session.options.prefix
     commands = commands_tried()
 
-    def ask(connection: Any) -> list[str]:
+    def try_commands(connection: Any) -> list[str]:
         tried = [trial_words(command, prefix) for command in commands]
         connection.send_packed_command(connection.pack_commands(tried))
         missing = dict[str, None]()
@@ -185,8 +185,8 @@ def missing_rights(session: Session) -> Mapping[str, list[str]]:
                 pass  # of a script that is not there, or a replica: the command is allowed
         return list(missing)
 
-    found, _ = ask_each(session.nodes, ask)
-    return {node: rights for node, rights in found.items() if rights}
+    missing_by_node, _ = ask_each(session.nodes, try_commands)
+    return {node: rights for node, rights in missing_by_node.items() if rights}
 
 
 def in_iso(seconds: float | None) -> str | None:

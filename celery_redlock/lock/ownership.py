@@ -47,10 +47,14 @@ class Ownership:
     @property
     def held(self) -> bool:
         """Whether the lock is held now, computed locally, without network I/O."""
-        acquisitions = self.acquisitions
+        # as `acquisitions`, and no generator: asked around each body
+        holds = self.holds
+        if not holds or holds[0].owner[0] != os.getpid():
+            return False
+        acquisitions = holds[-1].acquisitions
         now = self._clock.now()
-        for one in acquisitions:  # no generator: asked around each body
-            if not one.held(now):
+        for acquisition in acquisitions:
+            if not acquisition.held(now):
                 return False
         return bool(acquisitions)
 
@@ -59,7 +63,7 @@ class Ownership:
         if self.held:  # first: asked before and after each body, and nearly always so
             return None
         now = self._clock.now()
-        if any(one.lost(now) for one in self.acquisitions):
+        if any(acquisition.lost(now) for acquisition in self.acquisitions):
             return LockLost(self.options.resource, self.why_not_held())
         return None
 
@@ -71,7 +75,9 @@ class Ownership:
         if not acquisitions:
             return HELD_BY_PARENT if self.holds else RELEASED
         now = self._clock.now()
-        return next((one.reason for one in acquisitions if one.lost(now)), RELEASED)
+        return next(
+            (acquisition.reason for acquisition in acquisitions if acquisition.lost(now)), RELEASED
+        )
 
     def renew_for(self, seconds: float) -> None:
         """Have the lock renewed for this many seconds from now, and no longer, until called again.
@@ -88,9 +94,9 @@ class Ownership:
 
         Raises NotAcquired if a start came too late and is not to be had again.
         """
-        for one in self.acquisitions:
-            if one.options is self.options:
-                failure = self._session.acquirer.begin_body(one)
+        for acquisition in self.acquisitions:
+            if acquisition.options is self.options:
+                failure = self._session.acquirer.begin_body(acquisition)
                 if failure is not None:
                     raise failure
 
@@ -105,13 +111,13 @@ class Ownership:
 
     def check_owner(self, owner: Owner) -> None:
         """Raise if another owner has acquired the lock. The first hold's owner is the owner."""
-        first = self.holds[:1]  # in one step: another thread may remove the hold meanwhile
-        if not first or first[0].owner is owner:
+        first_holds = self.holds[:1]  # in one step: another thread may remove the hold meanwhile
+        if not first_holds or first_holds[0].owner is owner:
             return
-        known = first[0].owner
-        if known[0] != owner[0]:
+        lock_owner = first_holds[0].owner
+        if lock_owner[0] != owner[0]:
             self.holds.clear()  # a forked child holds none of its parent's locks
-        elif known != owner:
+        elif lock_owner != owner:
             raise RedlockError(
                 f"the lock on {self.options.resource!r} belongs to another thread, greenlet or "
                 "task: make one Lock for each"
@@ -126,12 +132,12 @@ class Ownership:
         if self.last is None:
             resource = self.options.resource
             raise RedlockError(f"{resource!r} was never acquired: call acquire() first")
-        last = self.holds[-1:]
+        last_holds = self.holds[-1:]
         try:  # without a loop: see `JobQueue.go_on`
             owner = self._session.current_owner()
-            if not last:
+            if not last_holds:
                 return  # released already
-            hold = last[0]
+            hold = last_holds[0]
             if hold.owner[0] != owner[0] or not hold.acquisitions:
                 return  # a forked child has none of its parent's locks; or nothing is acquired yet
             self.check_owner(owner)
@@ -140,7 +146,7 @@ class Ownership:
         except RedlockError:
             raise
         except BaseException:  # an interrupted release must not leave a lock that is still renewed
-            self.release_holds(last)
+            self.release_holds(last_holds)
             raise
         events = self._session.events
         for acquisition in held:
@@ -198,16 +204,20 @@ class Ownership:
         ended: the run under the lock has ended. This is recorded even if the lock was released or
         lost.
         """
-        last = self.last
-        if ended and last is not None:
-            own = [one for one in last.acquisitions if one.options is self.options]
-            for acquisition in own:  # not outer acquisitions, whose runs have not ended
-                if acquisition.ended_at is None:
-                    acquisition.ended_at = self._clock.now()
-                if last not in self.holds:
-                    self._session.releaser.release(acquisition, publish=False)
+        if ended and self.last is not None:
+            self._record_end(self.last)
         while self.holds:
-            before = len(self.holds)
+            count = len(self.holds)
             self.release()
-            if len(self.holds) == before:  # the parent's hold in a forked child, or no request
+            if len(self.holds) == count:  # the parent's hold in a forked child, or no request
                 return
+
+    def _record_end(self, hold: Hold) -> None:
+        """Record that the run under a hold has ended; on the nodes, if the hold is released."""
+        for acquisition in hold.acquisitions:
+            if acquisition.options is not self.options:
+                continue  # an outer acquisition: its run has not ended
+            if acquisition.ended_at is None:
+                acquisition.ended_at = self._clock.now()
+            if hold not in self.holds:
+                self._session.releaser.release(acquisition, publish=False)

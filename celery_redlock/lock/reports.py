@@ -85,12 +85,12 @@ class NodeList:
     @property
     def failing(self) -> dict[str, str]:
         """By node, the cause of its failure."""
-        return {one.node: one.error for one in self.nodes if one.error}
+        return {node.node: node.error for node in self.nodes if node.error}
 
     @property
     def silent(self) -> dict[str, float]:
         """By node that abstains, the remaining seconds."""
-        return {one.node: one.silent_for for one in self.nodes if one.silent_for > 0}
+        return {node.node: node.silent_for for node in self.nodes if node.silent_for > 0}
 
 
 class Answers:

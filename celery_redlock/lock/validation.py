@@ -14,15 +14,15 @@ from typing import Any
 from celery_redlock.errors import SettingsError
 from celery_redlock.lock.engine.acquirer import ROUNDS_IN_TTL
 from celery_redlock.lock.model.keys import in_order
-from celery_redlock.lock.model.rate import LONGEST_PERIOD, MOST_STARTS, SHORTEST_PERIOD, Rate
+from celery_redlock.lock.model.rate import MAX_PERIOD, MAX_STARTS, MIN_PERIOD, Rate
 from celery_redlock.lock.transport.address import parse_address
 from celery_redlock.lock.transport.command import encoded
 from celery_redlock.lock.transport.credentials import redact_url
 
 RESTART_GUARDS = ("auto", "strict", "off")
-LONGEST = 366 * 86_400.0  # seconds; no clock, timer or node counts wrong up to there
-MOST_PERMITS = 1000  # of a lock or a rate: a try may look at all of them
-MOST_BYTES = 1024  # of a resource's name, which is in keys, channels, errors and log lines
+MAX_SECONDS = 366 * 86_400.0  # seconds; no clock, timer or node counts wrong up to there
+MAX_PERMITS = 1000  # of a lock or a rate: a try may look at all of them
+MAX_NAME_BYTES = 1024  # of a resource's name, which is in keys, channels, errors and log lines
 
 
 def is_number(value: object) -> bool:
@@ -32,13 +32,13 @@ def is_number(value: object) -> bool:
 
 
 def is_too_long(resource: str) -> bool:
-    return len(resource) > MOST_BYTES // 4 and len(encoded(resource)) > MOST_BYTES
+    return len(resource) > MAX_NAME_BYTES // 4 and len(encoded(resource)) > MAX_NAME_BYTES
 
 
 def check_seconds(level: str, name: str, value: object, *, above: float = 0.0) -> float:
     """Return a number of seconds above a bound; raises SettingsError for anything else."""
-    if not is_number(value) or not above < value <= LONGEST:  # type: ignore[operator]
-        hint = f"must be a number of seconds above {above:g}, at most {LONGEST:.0f}"
+    if not is_number(value) or not above < value <= MAX_SECONDS:  # type: ignore[operator]
+        hint = f"must be a number of seconds above {above:g}, at most {MAX_SECONDS:.0f}"
         raise SettingsError(level, name, repr(value), hint)
     return float(value)  # type: ignore[arg-type]
 
@@ -84,18 +84,18 @@ def check_guard(level: str, name: str, guard: object) -> str:
 def check_nodes(level: str, name: str, nodes: Any) -> list[Any]:
     """Return the addresses of nodes, each named once; raises SettingsError."""
     if isinstance(nodes, (str, bytes)) or not isinstance(nodes, Iterable):
-        shown = repr(redact_url(nodes)) if isinstance(nodes, str) else f"a {type(nodes).__name__}"
-        raise SettingsError(level, name, shown, "must be a list of URLs or redis-py clients")
+        value = repr(redact_url(nodes)) if isinstance(nodes, str) else f"a {type(nodes).__name__}"
+        raise SettingsError(level, name, value, "must be a list of URLs or redis-py clients")
     addresses = [parse_address(node, level, name) for node in nodes]
     if not addresses:
         raise SettingsError(level, name, "[]", "must name one node at least, better three or five")
-    seen: dict[str, str] = {}
+    names: dict[str, str] = {}
     for address in addresses:
-        if address.server in seen:
-            shown = f"{seen[address.server]}, {address.name}"
+        if address.server in names:
+            value = f"{names[address.server]}, {address.name}"
             hint = "name each server once: the same one twice is one vote counted twice"
-            raise SettingsError(level, name, shown, hint)
-        seen[address.server] = address.name
+            raise SettingsError(level, name, value, hint)
+        names[address.server] = address.name
     kinds = {address.keeps_locks for address in addresses}
     if len(addresses) > 1 and True in kinds:
         hint = (
@@ -103,24 +103,24 @@ def check_nodes(level: str, name: str, nodes: Any) -> list[Any]:
             if len(kinds) > 1
             else "name one PostgreSQL: its durability replaces the majority"
         )
-        raise SettingsError(level, name, ", ".join(one.name for one in addresses), hint)
+        raise SettingsError(level, name, ", ".join(address.name for address in addresses), hint)
     return addresses
 
 
 def check_resources(level: str, resources: object) -> tuple[str, ...]:
     """Return the resources in the common order in which every client acquires them."""
-    named = resources
-    if isinstance(named, str) or not isinstance(named, Iterable) or isinstance(named, bytes):
-        named = (named,)
-    found = list(named)
-    for name in found or [""]:
+    names = resources
+    if isinstance(names, str) or not isinstance(names, Iterable) or isinstance(names, bytes):
+        names = (names,)
+    checked = list(names)
+    for name in checked or [""]:
         if not isinstance(name, str) or not name:
             hint = "must be a text, or a list of texts, none of them empty"
             raise SettingsError(level, "resource", repr(resources), hint)
         if is_too_long(name):
-            hint = f"a resource has at most {MOST_BYTES} bytes: use a digest of a longer name"
+            hint = f"a resource has at most {MAX_NAME_BYTES} bytes: use a digest of a longer name"
             raise SettingsError(level, "resource", repr(resources), hint)
-    return in_order(found)
+    return in_order(checked)
 
 
 def check_text(level: str, name: str, text: object) -> str:
@@ -143,7 +143,7 @@ def check_callback(level: str, name: str, call: Any) -> Any:
     return call
 
 
-def check_wait(level: str, name: str, wait: object, *, most: float = LONGEST) -> float:
+def check_wait(level: str, name: str, wait: object, *, most: float = MAX_SECONDS) -> float:
     """Return a number of seconds from 0 to `most`; raises SettingsError."""
     if not is_number(wait) or not 0 <= wait <= most:  # type: ignore[operator]
         hint = f"must be a number of seconds from 0 to {most:.0f}"
@@ -153,9 +153,9 @@ def check_wait(level: str, name: str, wait: object, *, most: float = LONGEST) ->
 
 def check_limit(level: str, name: str, limit: Any) -> Any:
     """Return a limit, or a dict of its own with one for each name; raises SettingsError."""
-    for one in limit.values() if isinstance(limit, Mapping) else [limit]:
-        if type(one) is not int or not 1 <= one <= MOST_PERMITS:
-            hint = f"must be a whole number from 1 to {MOST_PERMITS}, or a mapping to such numbers"
+    for permits in limit.values() if isinstance(limit, Mapping) else [limit]:
+        if type(permits) is not int or not 1 <= permits <= MAX_PERMITS:
+            hint = f"must be a whole number from 1 to {MAX_PERMITS}, or a mapping to such numbers"
             raise SettingsError(level, name, repr(limit), hint)
     return dict(limit) if isinstance(limit, Mapping) else limit
 
@@ -171,30 +171,32 @@ def check_permits(
     if type(limit) is int and limit == 1:  # most locks
         return None
     check_limit(level, "limit", limit)
-    wrong = functools.partial(SettingsError, level, "limit", repr(limit))
+    limit_error = functools.partial(SettingsError, level, "limit", repr(limit))
     if isinstance(limit, Mapping):
-        _check_names(limit, names, wrong)
-        above = {name: one for name, one in limit.items() if one > 1}
+        _check_names(limit, names, limit_error)
+        semaphores = {name: permits for name, permits in limit.items() if permits > 1}
     else:
         if len(names) > 1:
-            raise wrong(
+            raise limit_error(
                 f"one number applies to one resource: name it, as {{{names[0]!r}: {limit}}}"
             )
-        above = dict.fromkeys(names or ("",), limit)  # "": each call has a name of its own
-    if above and fencing:
-        raise wrong("a lock with several holders has no fencing tokens: set limit=1, or no fencing")
-    return above or None
+        semaphores = dict.fromkeys(names or ("",), limit)  # "": each call has a name of its own
+    if semaphores and fencing:
+        raise limit_error(
+            "a lock with several holders has no fencing tokens: set limit=1, or no fencing"
+        )
+    return semaphores or None
 
 
 def _check_names(
-    given: Iterable[str], names: Sequence[str], wrong: Callable[[str], SettingsError]
+    named: Iterable[str], names: Sequence[str], error_of: Callable[[str], SettingsError]
 ) -> None:
-    """Raise the error that `wrong` makes of a hint if a mapping names what is not in the key."""
-    unknown = [name for name in given if name not in names]
+    """Raise the error that `error_of` makes of a hint if a mapping names what is not in the key."""
+    unknown = [name for name in named if name not in names]
     if unknown:
         known = f"whose resources are {', '.join(map(repr, names))}"
         known = known if names else "which has no templates"
-        raise wrong(f"{unknown[0]!r} is not in the key, {known}")
+        raise error_of(f"{unknown[0]!r} is not in the key, {known}")
 
 
 def check_rate(level: str, name: str, rate: Any) -> Any:
@@ -203,29 +205,33 @@ def check_rate(level: str, name: str, rate: Any) -> Any:
     None: no rate.
     """
     if isinstance(rate, Mapping):
-        return {one: _rate_of(level, name, rate, rate[one]) for one in rate}
+        return {resource: _rate_of(level, name, rate, rate[resource]) for resource in rate}
     return None if rate is None else _rate_of(level, name, rate, rate)
 
 
-def _rate_of(level: str, name: str, given: Any, one: Any) -> Rate:
-    found = one if isinstance(one, Rate) else None
-    if isinstance(one, str):
-        found = Rate.parse(one.strip())
-    elif isinstance(one, (tuple, list)) and len(one) == 2 and is_number(one[1]):
-        found = Rate(one[0], float(one[1]))
-    if found is None or type(found.starts) is not int or found.starts < 1:
+def _rate_of(level: str, name: str, setting: Any, value: Any) -> Rate:
+    """Return the rate that a value means; raises SettingsError for any other value.
+
+    value: the rate of one resource. setting: the whole argument, which the error shows.
+    """
+    rate = value if isinstance(value, Rate) else None
+    if isinstance(value, str):
+        rate = Rate.parse(value.strip())
+    elif isinstance(value, (tuple, list)) and len(value) == 2 and is_number(value[1]):
+        rate = Rate(value[0], float(value[1]))
+    if rate is None or type(rate.starts) is not int or rate.starts < 1:
         hint = (
             'must be a text as "10/s", "100/m", "100/h" or "5/d", or (starts, seconds), with one '
             "start at least; or a mapping to such rates"
         )
-        raise SettingsError(level, name, repr(given), hint)
-    if found.starts > MOST_STARTS:
-        hint = f"at most {MOST_STARTS} starts: each one is kept on the nodes. For more take a "
-        raise SettingsError(level, name, repr(given), f"{hint}token bucket in the client's code")
-    if not SHORTEST_PERIOD <= found.period <= LONGEST_PERIOD:
-        hint = f"its period must be from {SHORTEST_PERIOD:g} to {LONGEST_PERIOD:.0f} seconds, a day"
-        raise SettingsError(level, name, repr(given), hint)
-    return found
+        raise SettingsError(level, name, repr(setting), hint)
+    if rate.starts > MAX_STARTS:
+        hint = f"at most {MAX_STARTS} starts: each one is kept on the nodes. For more take a "
+        raise SettingsError(level, name, repr(setting), f"{hint}token bucket in the client's code")
+    if not MIN_PERIOD <= rate.period <= MAX_PERIOD:
+        hint = f"its period must be from {MIN_PERIOD:g} to {MAX_PERIOD:.0f} seconds, a day"
+        raise SettingsError(level, name, repr(setting), hint)
+    return rate
 
 
 def check_rates(level: str, *, rate: Any, names: Sequence[str]) -> dict[str, Rate] | None:
@@ -236,10 +242,12 @@ def check_rates(level: str, *, rate: Any, names: Sequence[str]) -> dict[str, Rat
     checked = check_rate(level, "rate", rate)
     if not checked:
         return None
-    wrong = functools.partial(SettingsError, level, "rate", repr(rate))
+    rate_error = functools.partial(SettingsError, level, "rate", repr(rate))
     if isinstance(checked, dict):
-        _check_names(checked, names, wrong)
+        _check_names(checked, names, rate_error)
         return checked
     if len(names) > 1:
-        raise wrong(f"one rate applies to one resource: name it, as {{{names[0]!r}: '{checked}'}}")
+        raise rate_error(
+            f"one rate applies to one resource: name it, as {{{names[0]!r}: '{checked}'}}"
+        )
     return dict.fromkeys(names or ("",), checked)  # "": each call has a name of its own

@@ -1,8 +1,8 @@
-"""What a worker answers to operators: its locks, the messages that wait in it, its settings.
+"""The remote control commands of a worker: its locks, its waiting messages, its settings.
 
-`celery inspect redlock_held`, `redlock_waiting`, `redlock_settings`, or `app.control.broadcast`.
-Source: celery.worker.control: a registered function answers in the worker's main process. It reads
-the locks of its children from the memory that it shares with them.
+`celery inspect redlock_held`, `redlock_waiting`, `redlock_settings`, or `app.control.broadcast`
+calls them. Source: celery.worker.control: a registered function runs in the worker's main process.
+It reads the locks of the pool's children from the memory that it shares with them.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from celery_redlock.tasks.waiting.room import waiters_of
 
 def held_locks_of(app: Any) -> list[dict[str, Any]]:
     """Return the locks that this worker and its pool's children hold. since: ISO 8601."""
-    found = {(entry.resource, entry.value) for entry in held_by_children()}
+    held_values = {(entry.resource, entry.value) for entry in held_by_children()}
     session = redlock_of(app).session
     for acquisition in session.watchdog.watched:
         if acquisition.held(session.clock.now()):
-            found |= {(lease.key.resource, lease.value) for lease in acquisition.leases}
+            held_values |= {(lease.key.resource, lease.value) for lease in acquisition.leases}
     return [
-        {"resource": resource, "holder": asdict(Holder.of(label)), "since": in_iso(since)}
-        for resource, value in sorted(found)
-        for label, since, *_ in [parts_of(value)]
+        {"resource": resource, "holder": asdict(Holder.of(label)), "since": in_iso(acquired_at)}
+        for resource, value in sorted(held_values)
+        for label, acquired_at, *_ in [parts_of(value)]
     ]
 
 
@@ -42,7 +42,7 @@ def redlock_held(state: Any) -> list[dict[str, Any]]:
 
 
 def _reason_of(deferral: Deferral) -> str:
-    """Return for people what refused a message at its last try, of all that it needs."""
+    """Return for people why the last try of a message was refused."""
     if not deferral.is_taken:
         return deferral.why
     if deferral.rate:
@@ -72,17 +72,17 @@ def redlock_waiting(state: Any) -> list[dict[str, Any]]:
 
 
 def is_logged() -> bool:
-    """Return whether the lines of the package reach a handler of this process.
+    """Return whether log lines of the package reach a handler of this process.
 
-    Not if an application sets up logging by itself, and names neither our logger nor the root, or
-    if its `dictConfig` disables the loggers that exist by then.
+    They do not if the application configures neither the package's logger nor the root logger, or
+    if its `dictConfig` disables the existing loggers.
     """
-    own = logging.getLogger(__name__)
-    return own.hasHandlers() and not own.disabled
+    package_logger = logging.getLogger(__name__)
+    return package_logger.hasHandlers() and not package_logger.disabled
 
 
-def shared_by(app: Any) -> dict[str, Any]:
-    """Return what all clients of a prefix must share, and the names of the nodes."""
+def prefix_settings_of(app: Any) -> dict[str, Any]:
+    """Return the settings that all clients of a prefix must share, and the names of the nodes."""
     session = redlock_of(app).session
     names = sorted(node.name for node in session.nodes.all)
     shared = shared_settings_of(session)
@@ -90,5 +90,5 @@ def shared_by(app: Any) -> dict[str, Any]:
 
 
 def redlock_settings(state: Any) -> dict[str, Any]:
-    """Return what clients of a prefix must share, and whether this worker's lines are logged."""
-    return {**shared_by(state.app), "is_logged": is_logged()}
+    """Return the settings of `prefix_settings_of`, and whether the worker's lines are logged."""
+    return {**prefix_settings_of(state.app), "is_logged": is_logged()}

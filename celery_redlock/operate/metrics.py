@@ -1,8 +1,8 @@
-"""Metrics for Prometheus: what is counted, what is measured at a scrape, and how it is served.
+"""Metrics for Prometheus: counters, histograms and gauges, and the server for scrapes.
 
-Without the setting `redlock_metrics`, none of this is connected. Counters and histograms are fed by
-receivers of the public signals, gauges are read anew at each scrape. A worker's main process
-answers the scrapes for all its children.
+They are connected only if `redlock_metrics` is set. Receivers of the public signals update counters
+and histograms. Gauges are computed at each scrape. A worker's main process answers the scrapes for
+all its children.
 
 Not here: spans (`operate/tracing.py`), and the queries behind the gauges (`operate/control.py`,
 `lock/node_status.py`).
@@ -31,16 +31,16 @@ from celery_redlock.tasks.waiting.room import waiters_of
 
 logger = logging.getLogger(__name__)
 
-# without it, children are told apart by their pid
+# if this name is missing, the files of children are named by their pid
 _current_process = find("billiard.process:current_process", lambda: None)
 
-DIRECTORY = "PROMETHEUS_MULTIPROC_DIR"
-# seconds: from one round trip, over backoffs, to long jobs
+DIRECTORY_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
+# seconds, for round trips, backoffs and long jobs
 BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 900, 3600)
 
 
 class Metrics:
-    """All counters and histograms. registry: theirs; None if each process writes to files."""
+    """All counters and histograms. registry: where they are registered; None for files."""
 
     def __init__(self, registry: Any) -> None:
         from prometheus_client import Counter, Histogram
@@ -67,6 +67,10 @@ class Metrics:
         self.recovered = counter("recovered", text)
         text = "Messages of dead workers that stay unacknowledged, as they were moved too often."
         self.stranded = counter("stranded", text)
+        text = 'Runs without their lock, by on_unreachable="run".'
+        self.unlocked = counter("unlocked", text, "task")
+        text = "Sends that were dropped, or took the place of an earlier message."
+        self.deduplicated = counter("deduplicated", text, "task", "how")
         self.waited = histogram("wait", "Seconds from a message's first try to its lock.")
         self.held = histogram("hold", "Seconds from a lock's grant to its release.")
         self.handoff = histogram("handoff", "Seconds from a release's message to the next lock.")
@@ -82,6 +86,8 @@ class Metrics:
             (signals.lock_extended, _incrementing(self.extended)),
             (signals.node_failed, self._on_node_failed),
             (signals.messages_recovered, self._on_recovered),
+            (signals.run_unlocked, _incrementing(self.unlocked)),
+            (signals.send_deduplicated, self._on_deduplicated),
         )
         for signal, receiver in self._connections:
             signal.connect(receiver, weak=False)
@@ -91,12 +97,14 @@ class Metrics:
         for task in tasks:
             for counter in (self.acquired, self.deferred, self.skipped, self.rate_refused):
                 counter.labels(task)
-            for counter in (self.lost, self.extended):
+            for counter in (self.lost, self.extended, self.unlocked):
                 counter.labels(task)
-            for by in ("holder", "parent"):
-                self.released.labels(task, by)
+            for releaser in ("holder", "parent"):
+                self.released.labels(task, releaser)
             for step in signals.HANDOFF_STEPS:
                 self.handoffs.labels(task, step)
+            for how in signals.DEDUPLICATIONS:
+                self.deduplicated.labels(task, how)
         for node in nodes:
             self.node_failed.labels(node)
 
@@ -112,8 +120,8 @@ class Metrics:
         deferral = header_of(request).deferral
         self.waited.labels(sender.name).observe(deferral.waited(time_of_nodes(sender.app)))
         named_at = seen_of(request.properties).get("named_at")
-        # a body may take other locks in its task's name, long after the release
-        lock = getattr(sender, "lock", None)  # a plain task's message may claim to be named
+        # only the run's own lock counts: a body may acquire others long after the release
+        lock = getattr(sender, "lock", None)  # a plain task has none
         if named_at is None or lock is None or lock.resource != event.resource:
             return
         self.handoff.labels(sender.name).observe(max(0.0, utc_now().timestamp() - named_at))
@@ -129,13 +137,16 @@ class Metrics:
     def _on_node_failed(self, event: Any = None, **_: Any) -> None:
         self.node_failed.labels(event.node).inc()
 
+    def _on_deduplicated(self, event: Any = None, **_: Any) -> None:
+        self.deduplicated.labels(event.task, event.how).inc()
+
     def _on_recovered(self, event: Any = None, **_: Any) -> None:
         self.recovered.inc(event.messages)
         self.stranded.inc(event.kept)
 
 
 def _incrementing(counter: Any, *fields: str) -> Callable[..., None]:
-    """Return a receiver that counts for the sender's task. fields: of the event, as more labels."""
+    """Return a receiver that counts for the task. fields: of the event, as further labels."""
 
     def increment(sender: Any = None, event: Any = None, **_: Any) -> None:
         counter.labels(_task(sender), *(getattr(event, field) for field in fields)).inc()
@@ -144,15 +155,15 @@ def _incrementing(counter: Any, *fields: str) -> Callable[..., None]:
 
 
 def _task(sender: Any) -> str:
-    return str(getattr(sender, "name", ""))  # the sender of a lock without a task is its Redlock
+    return str(getattr(sender, "name", ""))  # without a task the sender is a Redlock
 
 
 def _gauge(name: str, text: str, label: str, values: Mapping[str, float]) -> Any:
     from prometheus_client.core import GaugeMetricFamily
 
     gauge = GaugeMetricFamily(f"redlock_{name}", text, labels=[label])
-    for one, value in values.items():
-        gauge.add_metric([one], value)
+    for label_value, value in values.items():
+        gauge.add_metric([label_value], value)
     return gauge
 
 
@@ -181,41 +192,41 @@ class StateCollector:
 class ValueFactory:
     """Makes prometheus_client's values: those of this package in one file for each pool index.
 
-    A child that replaces another one continues its file, so the number of files stays that of the
-    pool's processes. others: the factory for the values of all other metrics.
+    A child that replaces another one continues its file, so there are as many files as processes in
+    the pool. other_factory: creates the values of all other metrics.
     Source: prometheus_client.metrics looks `values.ValueClass` up for each new set of labels.
     """
 
-    def __init__(self, others: Any) -> None:
+    def __init__(self, other_factory: Any) -> None:
         from prometheus_client.values import MultiProcessValue
 
         self._main = os.getpid()
-        self._others = others
-        self._ours = MultiProcessValue(self._process_identifier)
+        self._other_factory = other_factory
+        self._package_factory = MultiProcessValue(self._process_identifier)
 
     def _process_identifier(self) -> str:
         """Return the part of the file's name that no other live process uses."""
         index = getattr(_current_process(), "index", None)
         process = str(os.getpid())
-        # the child of a child has its parent's index, but would overwrite its parent's file
+        # the child of a child has the index of its parent, and needs a file of its own
         if index is not None and os.getppid() == self._main:
             process = f"child-{index}"
         return f"redlock-{self._main}-{process}"
 
-    def __call__(self, kind: str, metric: str, *rest: Any, **named: Any) -> Any:
-        make = self._ours if metric.startswith("redlock_") else self._others
-        return make(kind, metric, *rest, **named)
+    def __call__(self, kind: str, metric: str, *args: Any, **options: Any) -> Any:
+        make = self._package_factory if metric.startswith("redlock_") else self._other_factory
+        return make(kind, metric, *args, **options)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._others, name)
+        return getattr(self._other_factory, name)
 
 
 class Exporter:
-    """The metrics of one worker's main process, from before the fork to its end.
+    """The metrics of one worker's main process, created before the pool forks.
 
     address: host and port to serve on. forks: whether the pool forks; then each process writes its
-    values to files, and the main process reads all of them. stack: ends it: the server, the
-    receivers, and an own directory.
+    values to files, and the main process reads all of them. stack: its exit ends the server, the
+    receivers, and the directory if it was created here.
     """
 
     def __init__(self, address: tuple[str, int], *, forks: bool) -> None:
@@ -223,11 +234,11 @@ class Exporter:
         self._forks = forks
         self.stack = ExitStack()
         self._is_serving = False
-        if forks and DIRECTORY not in os.environ:
+        if forks and DIRECTORY_VARIABLE not in os.environ:
             directory = tempfile.mkdtemp(prefix="celery-redlock-metrics-")
             self.stack.callback(shutil.rmtree, directory, ignore_errors=True)
-            self.stack.callback(os.environ.pop, DIRECTORY, None)
-            os.environ[DIRECTORY] = directory
+            self.stack.callback(os.environ.pop, DIRECTORY_VARIABLE, None)
+            os.environ[DIRECTORY_VARIABLE] = directory
         from prometheus_client import CollectorRegistry, values  # reads the directory
 
         if forks:
@@ -238,7 +249,7 @@ class Exporter:
         self.stack.callback(self._metrics.close)
 
     def serve(self, consumer: Any) -> None:
-        """Answer scrapes from now on, after the forks: none may copy the server's thread."""
+        """Answer scrapes from now on. Called after the forks, which must not copy the thread."""
         from prometheus_client import start_http_server
         from prometheus_client.multiprocess import MultiProcessCollector
 
@@ -246,9 +257,9 @@ class Exporter:
             return
         self._is_serving = True
         app = consumer.app
-        own = [task.name for task in locked_tasks(app)]
-        nodes = [node.name for node in redlock_of(app).session.nodes.all]
-        self._metrics.initialize(own, nodes)
+        task_names = [task.name for task in locked_tasks(app)]
+        node_names = [node.name for node in redlock_of(app).session.nodes.all]
+        self._metrics.initialize(task_names, node_names)
         if self._forks:
             MultiProcessCollector(self.registry)
         self.registry.register(StateCollector(consumer))
@@ -275,7 +286,7 @@ def prepare_metrics(sender: Any = None, **_: Any) -> None:
     """Count from now on if `redlock_metrics` is set; called before the pool forks."""
     global _exporter
     address = settings_of(sender.app).metrics
-    # without the library a step ends the worker, after this
+    # if the library is missing, a bootstep ends the worker later
     if address is not None and _exporter is None and find_spec("prometheus_client"):
         _exporter = Exporter(address, forks=forks_children(sender))
 

@@ -1,4 +1,4 @@
-"""What a worker's start and `doctor` report of an app: its lints, and what is left to decide.
+"""What a worker's start and `doctor` report of an app: its lints, and the open decisions.
 
 Not here: the lints themselves (`lints.py`).
 """
@@ -12,9 +12,9 @@ from typing import Any
 from celery_redlock import anchors
 from celery_redlock.errors import SettingsError
 from celery_redlock.lock.transport.address import parse_address
-from celery_redlock.operate.lints import ADVICE, ERROR, Lint, lint, listed, locking
+from celery_redlock.operate.lints import ADVICE, ERROR, Lint, format_names, lint, locking_tasks
 from celery_redlock.tasks.arguments import BEHIND_A_DECORATOR
-from celery_redlock.tasks.declaration import ENTRY, config_of
+from celery_redlock.tasks.declaration import ENTRY_ATTRIBUTE, config_of
 from celery_redlock.tasks.per_app import settings_of
 from celery_redlock.tasks.startup import locked_tasks
 
@@ -24,7 +24,7 @@ _reported: weakref.WeakSet[Any] = weakref.WeakSet()  # apps whose worker has log
 
 
 def report_lints(sender: Any = None, **_: Any) -> None:
-    """Log errors and warnings, once an app: a consumer is ready again after each reconnection."""
+    """Log errors and warnings once for each app; each reconnection sends the signal again."""
     app = sender.app
     if app in _reported:
         return
@@ -32,39 +32,43 @@ def report_lints(sender: Any = None, **_: Any) -> None:
     try:
         if not (locked_tasks(app) and settings_of(app).nodes):
             return
-        found = lint(app)
-        unset = left_open(app)
+        lints = lint(app)
+        decisions = open_decisions(app)
     except SettingsError:
         return  # the check of the nodes reports it
-    for one in found:
-        if one.level != ADVICE:
-            level = logging.ERROR if one.level == ERROR else logging.WARNING
-            text = anchors.see(str(one), anchors.DOCTOR_REPORTS)
+    for finding in lints:
+        if finding.level != ADVICE:
+            level = logging.ERROR if finding.level == ERROR else logging.WARNING
+            text = anchors.see(str(finding), anchors.DOCTOR_REPORTS)
             logger.log(level, "%s", text, extra={"event": "lint"})
-    for one in unset:
-        logger.info("%s", one, extra={"event": "left_open"})
+    for decision in decisions:
+        logger.info("%s", decision, extra={"event": "left_open"})
 
 
-def left_open(app: Any) -> tuple[Lint, ...]:
-    """Return what the defaults leave to the user to decide: at most one line each, as advice."""
-    found: list[Lint] = []
+def open_decisions(app: Any) -> tuple[Lint, ...]:
+    """Return as advice the decisions that the defaults leave to the user."""
+    advice: list[Lint] = []
     settings = settings_of(app)
-    tasks = locking(app)
-    keep_locks = [parse_address(one, "app", "nodes").keeps_locks for one in settings.nodes]
+    tasks = locking_tasks(app)
+    keep_locks = [parse_address(url, "app", "nodes").keeps_locks for url in settings.nodes]
     if tasks and settings.restart_guard != "strict" and keep_locks == [False]:
         hint = (
             "if it restarts without its data, a lock that is held is free, and two tasks can run "
             "together: name three nodes, or set redlock_restart_guard='strict'"
         )
-        found.append(Lint(ADVICE, "app: redlock_nodes", "1 node", hint))
-    if wrapped := [task.name for task in tasks if config_of(task).arrivals is not None]:
-        hint = f"{listed(wrapped)}: {BEHIND_A_DECORATOR}"
-        found.append(Lint(ADVICE, "task: decorator", "functools.wraps", hint))
-    adopted = [one for one in tasks if ENTRY in vars(type(one)) and config_of(one).may_be_unique]
+        advice.append(Lint(ADVICE, "app: redlock_nodes", "1 node", hint))
+    if wrapped_names := [task.name for task in tasks if config_of(task).arrivals is not None]:
+        hint = f"{format_names(wrapped_names)}: {BEHIND_A_DECORATOR}"
+        advice.append(Lint(ADVICE, "task: decorator", "functools.wraps", hint))
+    adopted = [
+        task.name
+        for task in tasks
+        if ENTRY_ATTRIBUTE in vars(type(task)) and config_of(task).may_be_unique
+    ]
     if adopted:
         hint = (
-            f"{listed([task.name for task in adopted])}: a process that sends them imports "
+            f"{format_names(adopted)}: a process that sends them imports "
             "celery_redlock and calls app.finalize(), otherwise its calls are not deduplicated"
         )
-        found.append(Lint(ADVICE, "app: redlock_tasks", "unique_for or debounce", hint))
-    return tuple(found)
+        advice.append(Lint(ADVICE, "app: redlock_tasks", "unique_for or debounce", hint))
+    return tuple(advice)

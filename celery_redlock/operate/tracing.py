@@ -1,8 +1,8 @@
 """OpenTelemetry: the outcome of a run's lock, as attributes and events of the run's span.
 
-A public signal without receivers costs nothing, so nothing is connected in a process that records
-no spans. That may begin at any time, and therefore a process looks for a tracer provider when an
-app finalizes, before its first run, and at each lock that it acquires.
+A public signal without receivers costs nothing, so a process that records no spans has none. It may
+begin to record at any time. So it checks for a tracer provider when an app finalizes, before its
+first run, and at its first lock after the import of the SDK.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from celery_redlock.tasks.delivery.delivery import header_of
 from celery_redlock.tasks.execution.run import run_of
 from celery_redlock.tasks.per_app import time_of_nodes
 
-TRACE = "opentelemetry.trace"
-SDK = "opentelemetry.sdk.trace"
-OUTCOMES = {  # by the signal that tells of it
+TRACE_MODULE = "opentelemetry.trace"
+SDK_MODULE = "opentelemetry.sdk.trace"
+OUTCOMES = {  # by signal
     signals.lock_acquired: "acquired",
     signals.lock_released: "released",
     signals.lock_deferred: "deferred",
@@ -29,8 +29,8 @@ OUTCOMES = {  # by the signal that tells of it
 
 def may_record() -> bool:
     """Return whether this process may record spans: by the SDK, or by another tracer provider."""
-    trace = sys.modules.get(TRACE)  # that is not enough: redis-py imports it wherever it is
-    if trace is None or SDK in sys.modules:
+    trace = sys.modules.get(TRACE_MODULE)  # not sufficient: redis-py imports it, too
+    if trace is None or SDK_MODULE in sys.modules:
         return trace is not None
     provider = trace.get_tracer_provider()
     return not isinstance(provider, (trace.ProxyTracerProvider, trace.NoOpTracerProvider))
@@ -44,26 +44,29 @@ def connect_if_recording() -> None:
 
 
 def connect_at_import_of_sdk() -> None:
-    """Look again at the first lock that this process acquires after it has imported the SDK."""
-    signals.connect_on_import(SDK, connect_if_recording)
+    """Check again at the first acquired lock after the import of the SDK."""
+    signals.connect_on_import(SDK_MODULE, connect_if_recording)
 
 
 def connect_at_first_run(**_: Any) -> None:
-    """Look before the first run of a process, after the receivers of worker_process_init."""
+    """Check before the first run of a process, after the receivers of worker_process_init."""
     # Source: OpenTelemetry's instrumentation of Celery begins in one of these
     task_prerun.disconnect(connect_at_first_run)
     connect_if_recording()
 
 
 def look_again(**_: Any) -> None:
-    """Look at the first run of a child, too: that of its parent, an eager one, may be over."""
+    """Check at the first run of a child, too: its parent may have had an eager run before."""
     task_prerun.connect(connect_at_first_run, weak=False)
 
 
 def _write_to_span(signal: Any = None, sender: Any = None, event: Any = None, **_: Any) -> None:
-    """Write an event of a run's own lock as attributes of its span, of another lock as an event."""
+    """Write an event to the current span.
+
+    The event of the run's own lock becomes attributes of the span, that of another lock an event.
+    """
     outcome = OUTCOMES[signal]
-    span = sys.modules[TRACE].get_current_span()
+    span = sys.modules[TRACE_MODULE].get_current_span()
     if not span.is_recording():
         return
     if outcome == "released" and event.by != "holder":

@@ -18,13 +18,14 @@ import sys
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import CodeType, FrameType
 from typing import Any, Protocol
 
 from celery_redlock.errors import ArgumentsError
 
 Body = Callable[..., Any]
+Arguments = tuple[Sequence[Any], Mapping[str, Any]]  # by position, and by name
 
 
 class Call(Protocol):
@@ -37,6 +38,7 @@ class Call(Protocol):
     def kwargs(self) -> Mapping[str, Any]: ...
 
 
+_EMPTY = inspect.Parameter.empty
 _ANY = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 WAYS_OUT = (
     "give the decorator a __signature__, use a callable lock_key, or take the argument inside the "
@@ -47,7 +49,6 @@ BEHIND_A_DECORATOR = (
     f"out or moves an argument, the runs fail: {WAYS_OUT}"
 )
 
-
 UNSEEN_RUNS = 3  # before the warning: a decorator may return without a call of the function
 _ANOTHER_PROFILER = "another profiler is at work"
 _NO_PYTHON = "it has no Python code"
@@ -56,104 +57,110 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Taken:
-    """What one decorator takes out of a call: arguments by position, and by name."""
+class ConsumedArguments:
+    """The arguments of a call that one decorator takes for itself: by position, and by name."""
 
     positions: Collection[int]
     names: Collection[str]
 
-    def rest(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> tuple[Sequence[Any], Mapping[str, Any]]:
-        """Return what it passes on."""
-        left = [value for place, value in enumerate(args) if place not in self.positions]
-        return left, {name: value for name, value in kwargs.items() if name not in self.names}
+    def remove_from(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Arguments:
+        """Return the arguments of a call without these."""
+        remaining = [value for position, value in enumerate(args) if position not in self.positions]
+        return remaining, {name: value for name, value in kwargs.items() if name not in self.names}
 
 
 @dataclass(frozen=True)
 class Parameters:
     """What a function takes of a call.
 
-    signature: without `self`. taken: by decorators, the outermost first. inner: the code of the
-    function that the signature is of, None if that is not Python's. through: what stands before it.
+    signature: without `self`. consumed: the arguments that decorators take for themselves, the
+    outermost decorator first. code: of the function that has the signature; None if it is not
+    written in Python. wrappers: the decorators and `__call__` around it, as texts for people.
     """
 
     signature: inspect.Signature
-    taken: tuple[Taken, ...] = ()
-    inner: CodeType | None = None
-    through: tuple[str, ...] = ()
+    consumed: tuple[ConsumedArguments, ...] = ()
+    code: CodeType | None = None
+    wrappers: tuple[str, ...] = ()
 
     @property
-    def shown(self) -> str:
-        """What stands before the function, as a text."""
-        return "; ".join(self.through)
+    def defaults(self) -> dict[str, Any]:
+        """The defaults by name, without the parameters that have none."""
+        parameters = self.signature.parameters.values()
+        return {param.name: param.default for param in parameters if param.default is not _EMPTY}
 
     @functools.cached_property
     def binder(self) -> Callable[..., dict[str, Any]]:
         """A function with these parameters that returns its arguments by name, with defaults."""
         parameters = self.signature.parameters.values()
-        bare = [p.replace(annotation=p.empty, default=p.empty) for p in parameters]
-        shown = ", ".join(f"{p.name!r}: {p.name}" for p in parameters)
+        bare = [param.replace(annotation=_EMPTY, default=_EMPTY) for param in parameters]
+        items = ", ".join(f"{param.name!r}: {param.name}" for param in parameters)
         # as `namedtuple` does: Python binds. `Signature.bind` takes 0.5 percent of a locked task's
         # instructions for one parameter and 1.4 percent for a rich signature. Python 3.11's refuses
         # a positional-only name that `**options` takes
-        source = f"lambda {str(inspect.Signature(bare))[1:-1]}: {{{shown}}}"
+        source = f"lambda {str(inspect.Signature(bare))[1:-1]}: {{{items}}}"
         binder: Any = eval(source, {})  # noqa: S307 - a signature has names and nothing else
-        given = [p for p in parameters if p.default is not p.empty]
-        binder.__kwdefaults__ = {p.name: p.default for p in given if p.kind is p.KEYWORD_ONLY}
-        binder.__defaults__ = tuple(p.default for p in given if p.kind is not p.KEYWORD_ONLY)
+        keyword_only = {param.name for param in parameters if param.kind is param.KEYWORD_ONLY}
+        defaults = self.defaults.items()
+        binder.__kwdefaults__ = {name: value for name, value in defaults if name in keyword_only}
+        binder.__defaults__ = tuple(value for name, value in defaults if name not in keyword_only)
         return binder  # type: ignore[no-any-return]
 
-    def passed_on(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> tuple[Sequence[Any], Mapping[str, Any]]:
-        """Return the arguments of a call without those that decorators take out."""
-        for one in self.taken:
-            args, kwargs = one.rest(args, kwargs)
+    def without_consumed(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Arguments:
+        """Return the arguments of a call without those that decorators take for themselves."""
+        for consumed in self.consumed:
+            args, kwargs = consumed.remove_from(args, kwargs)
         return args, kwargs
 
 
 def parameters_of(function: Body) -> Parameters:
-    """Return what a function takes, or what its decorators pass on to the one that they wrap."""
+    """Return the parameters of a function; of a decorated one, those of the function inside."""
     if isinstance(function, types.MethodType):
-        found = _read(function.__func__, bound=1)
-        return Parameters(_without_first(found.signature), found.taken, found.inner, found.through)
+        parameters = _read(function.__func__, bound=1)
+        return replace(parameters, signature=_without_first(parameters.signature))
     return _read(function, bound=0)
 
 
 def _read(function: Any, bound: int) -> Parameters:
-    """Read it from the outside. bound: number of parameters that a call does not give."""
+    """Return the parameters of a function; bound: how many of them a call does not give."""
     if type(function) is functools.partial and hasattr(function, "__wrapped__"):
         # as asgiref binds what it wraps: inspect would give the first parameter, too
         function = functools.partial(function.__wrapped__, *function.args, **function.keywords)
     try:
-        own = inspect.signature(function, follow_wrapped=False)
+        signature = inspect.signature(function, follow_wrapped=False)
     except ValueError:  # an object that has a __get__: inspect takes it for a builtin
         return Parameters(inspect.signature(function))
     wrapped = getattr(function, "__wrapped__", None)
-    passes_on = any(one.kind in _ANY for one in own.parameters.values())
+    passes_on = any(param.kind in _ANY for param in signature.parameters.values())
     if wrapped is None or not passes_on or _declares(function, wrapped):
-        return Parameters(own, inner=_code_of(function))
-    inside = _read(wrapped, bound)
+        return Parameters(signature, code=_code_of(function))
+    inner = _read(wrapped, bound)
     if _is_of_celery(function):  # it converts values, and moves none
-        return inside
-    named = [one for one in own.parameters.values() if one.kind not in _ANY]
-    ours = [one for one in named[bound:] if one.name not in inside.signature.parameters]
-    places = [one.name for one in named if one.kind is not one.KEYWORD_ONLY]
-    positions = frozenset(places.index(one.name) - bound for one in ours if one.name in places)
-    taken = Taken(positions, frozenset(one.name for one in ours))
+        return inner
+    consumed = _consumed_by(signature, bound, inner.signature)
     return Parameters(
-        inside.signature,
-        (*([taken] if ours else []), *inside.taken),
-        inside.inner,
-        (_named(function), *inside.through),
+        inner.signature,
+        (*([consumed] if consumed.names else []), *inner.consumed),
+        inner.code,
+        (_described(function), *inner.wrappers),
     )
+
+
+def _consumed_by(
+    wrapper: inspect.Signature, bound: int, inner: inspect.Signature
+) -> ConsumedArguments:
+    """Return the arguments that a wrapper names and the function inside does not have."""
+    named = [param for param in wrapper.parameters.values() if param.kind not in _ANY]
+    names = [param.name for param in named[bound:] if param.name not in inner.parameters]
+    places = [param.name for param in named if param.kind is not param.KEYWORD_ONLY]
+    positions = frozenset(places.index(name) - bound for name in names if name in places)
+    return ConsumedArguments(positions, frozenset(names))
 
 
 def _declares(function: Any, wrapped: Any) -> bool:
     """Return whether a decorator has a signature of its own; `functools.wraps` copies that."""
-    own = getattr(function, "__signature__", None)
-    return own is not None and own is not getattr(wrapped, "__signature__", None)
+    declared = getattr(function, "__signature__", None)
+    return declared is not None and declared is not getattr(wrapped, "__signature__", None)
 
 
 def _is_of_celery(function: Any) -> bool:
@@ -169,7 +176,7 @@ def _code_of(function: Any) -> CodeType | None:
     return function.__code__ if isinstance(function, types.FunctionType) else None
 
 
-def _named(function: Any) -> str:
+def _described(function: Any) -> str:
     code = _code_of(function)
     if code is None:
         return f"{type(function).__module__}.{type(function).__qualname__}"
@@ -187,167 +194,173 @@ def _without_first(signature: inspect.Signature) -> inspect.Signature:
 class Arrivals:
     """Compares where the arguments of a task's calls arrive with where its key takes them from.
 
-    through: names what stands before the function. In a process each form of call (number of
-    positional arguments, names of the others) is compared until a run has proved it right.
+    A form of call is the number of positional arguments and the names of the others. In a process
+    each form is compared until a run has proved it right.
     """
 
     def __init__(self, task_name: str, parameters: Parameters) -> None:
         self._task_name = task_name
         self._parameters = parameters
-        self._proved: set[object] = set()
-        self._misfits: dict[object, str] = {}
+        self._proven_forms: set[object] = set()
+        self._misfits_by_form: dict[object, str] = {}
         self._was_seen = False
-        self._unseen = itertools.count(1)
+        self._unseen_runs = itertools.count(1)
 
     @classmethod
     def of(cls, task_name: str, parameters: Parameters) -> Arrivals | None:
-        """Return what compares the calls of a task; None if nothing stands before its function."""
-        return cls(task_name, parameters) if parameters.through else None
+        """Return the comparison of a task's calls; None if its function has no wrapper."""
+        return cls(task_name, parameters) if parameters.wrappers else None
 
     def around(self, body: Body, call: Call) -> Body:
-        """Return the body, or one that is compared as it runs.
+        """Return the body, or a function that compares the arguments as it runs the body.
 
-        Raises ArgumentsError for a form of call that did not fit before.
+        Raises ArgumentsError for a form of call that did not fit in an earlier run.
         """
         form = len(call.args), frozenset(call.kwargs)
-        if form in self._proved:
+        if form in self._proven_forms:
             return body
-        if form in self._misfits:
-            raise self._error(call, self._misfits[form])
-        args, kwargs = self._parameters.passed_on(call.args, call.kwargs)
-        refuse = functools.partial(self._error, call)
-        bound = self._parameters.signature.bind(*args, **kwargs)
-        comparison = _Comparison(self._parameters.inner, bound, refuse)
+        if form in self._misfits_by_form:
+            raise self._error(call, self._misfits_by_form[form])
+        args, kwargs = self._parameters.without_consumed(call.args, call.kwargs)
+        new_error = functools.partial(self._error, call)
+        arguments = self._parameters.signature.bind(*args, **kwargs)
+        comparison = _Comparison(self._parameters.code, arguments, new_error)
         return functools.partial(self.run_compared, body, form, comparison)
 
     def run_compared(
         self, body: Body, form: object, comparison: _Comparison, /, *args: Any, **kwargs: Any
     ) -> Any:
-        """Run a body, and keep what its comparison has shown of this form of call."""
+        """Run a body, and remember whether its form of call is proven or misfits."""
         try:
             with _at_entry(comparison):
                 result = body(*args, **kwargs)
         finally:
             if comparison.misfit:
-                self._misfits[form] = comparison.misfit
+                self._misfits_by_form[form] = comparison.misfit
             elif comparison.is_proof:
-                self._proved.add(form)
+                self._proven_forms.add(form)
         comparison.check()  # a decorator may have caught the error
-        if comparison.is_over:
+        if comparison.was_entered:
             self._was_seen = True
         elif not self._was_seen:
-            unseen = next(self._unseen)
-            if unseen == UNSEEN_RUNS:
+            unseen_runs = next(self._unseen_runs)
+            if unseen_runs == UNSEEN_RUNS:
                 self._log_unseen(comparison.obstacle, WAYS_OUT)
         return result
 
-    def _log_unseen(self, why: str, ways_out: str) -> None:
+    def _log_unseen(self, reason: str, hint: str) -> None:
         logger.warning(
             "%s: in %d runs its wrapped function was not seen (%s), so its arguments are not "
             "compared with those of the key: %s",
-            self._task_name, UNSEEN_RUNS, why, ways_out,
-            extra={"event": "arguments_not_seen", "task": self._task_name, "reason": why},
+            self._task_name, UNSEEN_RUNS, reason, hint,
+            extra={"event": "arguments_not_seen", "task": self._task_name, "reason": reason},
         )  # fmt: skip
 
-    def _error(self, call: Call, why: str) -> ArgumentsError:
+    def _error(self, call: Call, reason: str) -> ArgumentsError:
+        wrappers = "; ".join(self._parameters.wrappers)
         hint = (
-            f"{why}: a decorator or `__call__` adds, takes out or moves an argument, so that the "
-            f"lock would be of another one. It is one of these: {self._parameters.shown}. "
-            f"{WAYS_OUT}"
+            f"{reason}: a decorator or `__call__` adds, takes out or moves an argument, so that "
+            f"the lock would be of another one. It is one of these: {wrappers}. {WAYS_OUT}"
         )
         return _refused(self._task_name, call, hint)
 
 
-def misfit(task_name: str, parameters: Parameters, why: str, call: Call) -> ArgumentsError:
+def misfit(task_name: str, parameters: Parameters, reason: str, call: Call) -> ArgumentsError:
     """Return the error for arguments that do not fit a task's function; it shows none of them."""
     way_out = (
         "If the message was sent for another version of the task, let a worker of that version run "
         "it, or give a new argument a default, and keep an old one while messages have it"
     )
-    if parameters.through:
-        way_out = f"A decorator or `__call__` may add arguments ({parameters.shown}): {WAYS_OUT}"
+    if parameters.wrappers:
+        wrappers = "; ".join(parameters.wrappers)
+        way_out = f"A decorator or `__call__` may add arguments ({wrappers}): {WAYS_OUT}"
     elif next(iter(parameters.signature.parameters), None) == "self":
         way_out = "Celery gives a task as `self` with bind=True alone"
-    bare = [p.replace(annotation=p.empty) for p in parameters.signature.parameters.values()]
+    params = parameters.signature.parameters.values()
+    bare = [param.replace(annotation=_EMPTY) for param in params]
     hint = (
-        f"do not fit {task_name}{inspect.Signature(bare)}: {why}. {way_out}. A send with "
+        f"do not fit {task_name}{inspect.Signature(bare)}: {reason}. {way_out}. A send with "
         "lock_unique_for, and lock_for, need all arguments of a run"
     )
     return _refused(task_name, call, hint)
 
 
 def _refused(task_name: str, call: Call, hint: str) -> ArgumentsError:
-    named = f", {', '.join(sorted(map(str, call.kwargs)))} by name" if call.kwargs else ""
-    given = f"({len(call.args)} by position{named})"
+    by_name = f", {', '.join(sorted(map(str, call.kwargs)))} by name" if call.kwargs else ""
+    given = f"({len(call.args)} by position{by_name})"
     return ArgumentsError(f"task {task_name!r}", "arguments", given, hint)
 
 
 class _Comparison:
-    """One run's. misfit: what is wrong, once it is known. is_proof: it has shown that all is right.
+    """The comparison of one run.
 
-    bound: the arguments of the call as the key takes them. refuse: returns the error for a misfit.
-    is_over: the function was entered. obstacle: why it is not seen, if it is not.
+    code: of the function whose entry is compared. arguments: of the call, as the key takes them.
+    new_error: returns the error for a misfit. misfit: which argument did not arrive, "" if there is
+    none so far. is_proof: later runs need no comparison. obstacle: why its entry cannot be seen.
     """
 
     def __init__(
         self,
-        inner: CodeType | None,
-        bound: inspect.BoundArguments,
-        refuse: Callable[[str], Exception],
+        code: CodeType | None,
+        arguments: inspect.BoundArguments,
+        new_error: Callable[[str], Exception],
     ) -> None:
-        self.inner = inner
-        self._bound = bound
-        self._refuse = refuse
+        self.code = code
+        self._arguments = arguments
+        self._new_error = new_error
         self.misfit = ""
         self.is_proof = False
-        self.is_over = False
-        self.obstacle = _NO_PYTHON if inner is None else _ELSEWHERE
+        self.was_entered = False
+        self.obstacle = _NO_PYTHON if code is None else _ELSEWHERE
 
     def compare(self, frame: FrameType) -> None:
-        """Compare at the entry of the function; raises what `refuse` returns of a misfit."""
-        if self.is_over:
+        """Compare at the entry of the function; raises what `new_error` returns for a misfit."""
+        if self.was_entered:
             return
-        self.is_over = True
-        arrived = dict(frame.f_locals)
-        names = self._bound.signature.parameters
-        values = _each(self._bound.arguments, names)
-        places = _each({one: arrived[one] for one in names if one in arrived}, names)
-        twins = [a for a, x in values.items() for b, y in values.items() if a != b and _same(x, y)]
-        for place, value in values.items():
-            if place in twins or places.get(place, _NOWHERE) is value:
+        self.was_entered = True
+        received = dict(frame.f_locals)
+        parameters = self._arguments.signature.parameters
+        sent = _by_place(self._arguments.arguments, parameters)
+        local = {name: received[name] for name in parameters if name in received}
+        arrived = _by_place(local, parameters)
+        pairs = itertools.permutations(sent.items(), 2)
+        # a swap of two equal arguments cannot be seen
+        ambiguous = [place for (place, value), (_, other) in pairs if _same(value, other)]
+        for place, value in sent.items():
+            if place in ambiguous or arrived.get(place, _NOWHERE) is value:
                 continue
-            elsewhere = [other for other, one in places.items() if one is value]
-            default = getattr(names.get(place[0]), "default", _NOWHERE)
+            elsewhere = [other for other, item in arrived.items() if item is value]
+            default = getattr(parameters.get(place[0]), "default", _NOWHERE)
             if elsewhere:
                 self.misfit = f"{_shown(place)!r} of the call arrives as {_shown(elsewhere[0])!r}"
-            elif places.get(place, _NOWHERE) in (_NOWHERE, default):
+            elif arrived.get(place, _NOWHERE) in (_NOWHERE, default):
                 self.misfit = f"{_shown(place)!r} of the call does not arrive"
             self.check()
-        self.is_proof = not twins
+        self.is_proof = not ambiguous
 
     def check(self) -> None:
-        """Raise what `refuse` returns if there is a misfit."""
+        """Raise what `new_error` returns, if there is a misfit."""
         if self.misfit:
-            raise self._refuse(self.misfit)
+            raise self._new_error(self.misfit)
 
 
 _NOWHERE = object()
 Place = tuple[str, object]  # a parameter, and the item of one that takes several
 
 
-def _each(
-    arguments: Mapping[str, Any], names: Mapping[str, inspect.Parameter]
+def _by_place(
+    arguments: Mapping[str, Any], parameters: Mapping[str, inspect.Parameter]
 ) -> dict[Place, object]:
     """Return each argument by its place."""
-    found: dict[Place, object] = {}
+    places: dict[Place, object] = {}
     for name, value in arguments.items():
-        if names[name].kind is inspect.Parameter.VAR_POSITIONAL:
-            found.update(((name, number), one) for number, one in enumerate(value))
-        elif names[name].kind is inspect.Parameter.VAR_KEYWORD:
-            found.update(((name, key), one) for key, one in value.items())
+        if parameters[name].kind is inspect.Parameter.VAR_POSITIONAL:
+            places.update(((name, index), item) for index, item in enumerate(value))
+        elif parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
+            places.update(((name, key), item) for key, item in value.items())
         else:
-            found[name, None] = value
-    return found
+            places[name, None] = value
+    return places
 
 
 def _shown(place: Place) -> str:
@@ -355,12 +368,12 @@ def _shown(place: Place) -> str:
     return name if item is None else f"{name}[{item!r}]"
 
 
-def _same(one: object, other: object) -> bool:
-    """Return whether two values cannot be told apart; what cannot be compared, can be."""
-    if one is other:
+def _same(left: object, right: object) -> bool:
+    """Return whether two values are the same or equal; False if they cannot be compared."""
+    if left is right:
         return True
     try:
-        return bool(one == other)
+        return bool(left == right)
     except Exception:
         return False
 
@@ -370,32 +383,32 @@ _current: ContextVar[_Comparison | None] = ContextVar("comparison", default=None
 
 @contextlib.contextmanager
 def _at_entry(comparison: _Comparison) -> Iterator[None]:
-    """Have a comparison look at the next entry of its function in this thread or greenlet."""
-    before = _current.set(comparison)
+    """Compare at the next entry of the function in this thread or greenlet."""
+    context_token = _current.set(comparison)
     try:
         with _monitored(comparison):
             yield
     finally:
-        _current.reset(before)
+        _current.reset(context_token)
 
 
-def _look(frame: FrameType | None) -> bool:
-    """Compare at the entry of the function that is compared; return whether this is it."""
+def _compare_at(frame: FrameType | None) -> bool:
+    """Compare if a frame is of the compared function; return whether it is."""
     comparison = _current.get()
-    if comparison is None or frame is None or frame.f_code is not comparison.inner:
+    if comparison is None or frame is None or frame.f_code is not comparison.code:
         return False
     comparison.compare(frame)
     return True
 
 
 def _profile(frame: FrameType, event: str, _: Any) -> None:
-    if event == "call" and _look(frame):
+    if event == "call" and _compare_at(frame):
         sys.setprofile(None)  # else the body would run several times as long
 
 
 @contextlib.contextmanager
 def _profiled(comparison: _Comparison) -> Iterator[None]:
-    """Call `_look` at each call of this thread; nothing while another profiler is at work."""
+    """Call `_compare_at` at each call of this thread; nothing while another profiler is at work."""
     if sys.getprofile() in (None, _profile):
         sys.setprofile(_profile)
     try:
@@ -403,7 +416,7 @@ def _profiled(comparison: _Comparison) -> Iterator[None]:
     finally:
         if sys.getprofile() is _profile:
             sys.setprofile(None)
-        elif not comparison.is_over:  # also if a decorator's profiler has begun and ended meanwhile
+        elif not comparison.was_entered:  # or a decorator's own has ended
             comparison.obstacle = _ANOTHER_PROFILER
 
 
@@ -411,13 +424,13 @@ if sys.version_info >= (3, 12):
     _TOOL = 4  # of six; 0 to 2 and 5 are for debuggers, coverage, profilers and optimizers
 
     def _on_start(code: CodeType, _: int) -> None:
-        _look(sys._getframe(1))
+        _compare_at(sys._getframe(1))
 
     @contextlib.contextmanager
     def _monitored(comparison: _Comparison) -> Iterator[None]:
-        """Call `_look` at each entry of a function, in any thread; elsewhere it costs nothing."""
+        """Call `_compare_at` at each entry of the function, in any thread; no other call slows."""
         monitoring = sys.monitoring
-        code = comparison.inner
+        code = comparison.code
         if code is None:
             yield
             return
@@ -434,4 +447,4 @@ if sys.version_info >= (3, 12):
 else:
 
     def _monitored(comparison: _Comparison) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if comparison.inner is None else _profiled(comparison)
+        return contextlib.nullcontext() if comparison.code is None else _profiled(comparison)

@@ -45,23 +45,23 @@ class MonitoredBody:
     """A body that runs under a lock, and is interrupted if that lock is lost.
 
     abort: LockLost is raised in the body, once, if its thread or greenlet allows that. report:
-    called with the loss, once, where it may block; it tells monitors.
+    called with the loss, once, where it may block.
     """
 
-    __slots__ = ("_reports", "abort", "interrupted", "interrupter", "lock")
+    __slots__ = ("_report_callbacks", "abort", "interrupted", "interrupter", "lock")
 
     def __init__(self, lock: Lock, *, abort: bool, report: Callable[[LockLost], object]) -> None:
         self.lock = lock
         self.abort = abort
         self.interrupter = current_interrupter()
         self.interrupted = False
-        self._reports = [report]  # popped by the thread that calls it
+        self._report_callbacks = [report]  # popped by the thread that calls it
 
     def run(self, call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run the body. With `abort`, raise LockLost instead if the lock is lost by now."""
         running_bodies[id(self)] = self
         try:
-            # asked after the line above: until then the watchdog could not tell it
+            # after the registration above: before it the watchdog would not find this body
             loss = self.lock.ownership.loss()
             if loss is not None and self.abort:
                 raise loss
@@ -72,16 +72,16 @@ class MonitoredBody:
     def report_loss(self) -> None:
         """Call `report` if the lock is lost, unless that was done."""
         loss = self.lock.ownership.loss()
-        if loss is not None and self._reports:
+        if loss is not None and self._report_callbacks:
             try:
-                report = self._reports.pop()
+                report = self._report_callbacks.pop()
             except IndexError:
                 return  # another thread was faster
             report(loss)
 
     def on_loss(self) -> None:
         """Start to report the loss, and to raise it in the body. Does not wait for either."""
-        if self._reports:
+        if self._report_callbacks:
             self.interrupter.run_beside(self.report_loss)
         if self.abort:
             start_thread(self._interrupt)
@@ -107,17 +107,17 @@ class MonitoredBody:
     def is_interruptible_at(self, frame: FrameType | None) -> bool:
         """Return whether all frames from this body to the top of the stack are interruptible."""
         code = MonitoredBody.run.__code__
-        called = False
+        is_above_body = False
         while frame is not None:
             if frame.f_code is code and frame.f_locals["self"] is self:
-                return called
-            on_top = frame.f_code
+                return is_above_body
+            frame_code = frame.f_code
             module = f"{frame.f_globals.get('__name__', '')}."
-            is_release = is_uninterruptible(on_top) or on_top.co_name == "__del__"
+            is_release = is_uninterruptible(frame_code) or frame_code.co_name == "__del__"
             if is_release or module.startswith(_PREFIXES):
                 return False
             frame = frame.f_back
-            called = True
+            is_above_body = True
         return False
 
 
@@ -129,15 +129,15 @@ def notify_bodies() -> None:
 
 
 class Interrupter:
-    """Raises LockLost in the thread or greenlet of a body; this one, of any thread, cannot."""
+    """Raises LockLost in the thread or greenlet of a body; this one, for other threads, cannot."""
 
     def interrupt(self, body: MonitoredBody) -> bool:
         """Try to interrupt a body; return False if that can never succeed."""
         return False
 
-    def run_beside(self, do: Callable[[], None]) -> None:
-        """Call a function soon, outside of the body, where it may block."""
-        start_thread(do)
+    def run_beside(self, callback: Callable[[], None]) -> None:
+        """Call a function soon in a thread or greenlet of its own, where it may block."""
+        start_thread(callback)
 
 
 class SignalInterrupter(Interrupter):
@@ -148,26 +148,26 @@ class SignalInterrupter(Interrupter):
     """
 
     def __init__(self) -> None:
-        self._number: int | None = None
+        self._signal_number: int | None = None
         self._handler = self._raise_loss  # one object, for it is compared at each run
 
     def is_ready(self) -> bool:
         """Return whether the handler is installed; install it for a signal that is free."""
-        number = self._number
+        number = self._signal_number
         if number is not None and getsignal(number) is self._handler:
             return True
-        least = getattr(signal, "SIGRTMIN", 0)
-        most = getattr(signal, "SIGRTMAX", 0)
-        for number in range(least + PREFERRED_SIGNAL, most + 1) if least else ():
+        first = getattr(signal, "SIGRTMIN", 0)
+        last = getattr(signal, "SIGRTMAX", 0)
+        for number in range(first + PREFERRED_SIGNAL, last + 1) if first else ():
             if getsignal(number) == signal.SIG_DFL:
                 signal.signal(number, self._handler)
-                self._number = number
+                self._signal_number = number
                 return True
         return False
 
     def interrupt(self, body: MonitoredBody) -> bool:
         """Send the signal, unless another handler has replaced ours meanwhile."""
-        number = self._number
+        number = self._signal_number
         if number is None or getsignal(number) is not self._handler:
             return False
         signal.pthread_kill(threading.main_thread().ident or 0, number)
@@ -194,7 +194,7 @@ def _is_ending(error: BaseException | None) -> bool:
 
 
 class GreenletInterrupter(Interrupter):
-    """For a greenlet: its hub throws into it, so nothing runs between the look and the throw.
+    """For a greenlet: its hub throws into it, so nothing runs between the check and the throw.
 
     A body that never yields to the hub cannot be interrupted.
     """
@@ -206,7 +206,7 @@ class GreenletInterrupter(Interrupter):
         self._call_in_hub = gevent.get_hub().loop.run_callback_threadsafe
 
     def interrupt(self, body: MonitoredBody) -> bool:
-        """Let the hub look at the stack, and throw."""
+        """Have the hub check the stack, and throw."""
         self._call_in_hub(self._throw, body)
         return True
 
@@ -216,9 +216,9 @@ class GreenletInterrupter(Interrupter):
             body.interrupted = True
             self._greenlet.throw(loss)
 
-    def run_beside(self, do: Callable[[], None]) -> None:
+    def run_beside(self, callback: Callable[[], None]) -> None:
         """Call a function in a greenlet of its own: connections belong to the hub of a thread."""
-        self._call_in_hub(self._spawn, do)
+        self._call_in_hub(self._spawn, callback)
 
 
 def current_interrupter() -> Interrupter:

@@ -29,23 +29,25 @@ from celery_redlock.tasks.settings.task_config import (
 )
 
 _ALMOST_LOCK = re.compile("(?:red)?lock_?", re.IGNORECASE)  # before the name of an option
-ENTRY = "_redlock_entry"  # the name on a class under which its entry of redlock_tasks stands
+ENTRY_ATTRIBUTE = (
+    "_redlock_entry"  # the name on a class under which its entry of redlock_tasks stands
+)
 
 Body = Callable[..., Any]
 
 
-def refuse_awaitable(task: Any, found: str) -> NoReturn:
-    """Raise SettingsError for a task whose body must be awaited. found: what is to be awaited."""
+def refuse_awaitable(task: Any, awaitable: str) -> NoReturn:
+    """Raise SettingsError for a task whose body must be awaited. awaitable: as a text."""
     hint = (
         "a locked task cannot be async: use a `def` that calls asyncio.run() or asgiref's "
         f"async_to_sync. {to_leave_out(task)}"
     )
-    raise SettingsError(f"task {task.name!r}", "run", found, hint)
+    raise SettingsError(f"task {task.name!r}", "run", awaitable, hint)
 
 
 def to_leave_out(task: Any) -> str:
-    """Return what leaves a task without a lock, at the place where it was made a locked one."""
-    if ENTRY in vars(type(task)):
+    """Return a hint for people: how to run this task without a lock, where it was declared."""
+    if ENTRY_ATTRIBUTE in vars(type(task)):
         return f"{leave_out(task.name)} in redlock_tasks"
     return "To run it without a lock, set lock_key=False"
 
@@ -60,52 +62,56 @@ def check_finished(task: Any, result: Any) -> None:
 
 
 def config_of(task: Any) -> TaskLockConfig:
-    """Return what a task's declaration means; made once, for it is looked up at each run.
+    """Return the configuration that a task declares; made once, as each run asks for it.
 
     Raises SettingsError each time while the declaration is wrong.
     """
     cls = type(task)
     configs: dict[Any, TaskLockConfig] = cls.__dict__.get("_redlock_configs") or {}
     # a class may be two tasks, by names of instances, and outlive an app, whose id is used again
-    which = (task.name, weakref.ref(task.app))
-    config = configs.get(which)
+    cache_key = (task.name, weakref.ref(task.app))
+    config = configs.get(cache_key)
     if config is None:
         config = _compile(task)
-        living = {one: made for one, made in configs.items() if one[1]() is not None}
-        cls._redlock_configs = {**living, which: config}
+        of_living_apps = {key: value for key, value in configs.items() if key[1]() is not None}
+        cls._redlock_configs = {**of_living_apps, cache_key: config}
     return config
 
 
 def may_lock_anywhere(config: TaskLockConfig) -> bool:
     """Return whether a run in any queue takes a lock, unless its call says otherwise."""
-    queues = () if decides_key(config.options) else config.app.queues.values()
+    queue_options = () if decides_key(config.options) else config.app.queues.values()
     return config.may_lock or any(
-        decides_key(one) and one.get("key") is not False for one in queues
+        decides_key(options) and options.get("key") is not False for options in queue_options
     )
 
 
-def _refuse_misspelt(task: Any) -> None:
+def _check_misspelt(task: Any) -> None:
     """Raise SettingsError for an attribute whose name is almost that of an option."""
-    for written, value in vars(type(task)).items():
-        prefix = _ALMOST_LOCK.match(written)
-        option = written[prefix.end() :].lower() if prefix else ""
-        if written == "lock" and isinstance(value, Mapping) and ENTRY not in vars(type(task)):
-            hint = f"is for a call; at a task write {', '.join(f'lock_{one}=' for one in value)}"
-        elif option in OPTION and written != f"lock_{option}":
+    for attribute, value in vars(type(task)).items():
+        prefix = _ALMOST_LOCK.match(attribute)
+        option = attribute[prefix.end() :].lower() if prefix else ""
+        if (
+            attribute == "lock"
+            and isinstance(value, Mapping)
+            and ENTRY_ATTRIBUTE not in vars(type(task))
+        ):
+            hint = f"is for a call; at a task write {', '.join(f'lock_{name}=' for name in value)}"
+        elif option in OPTION and attribute != f"lock_{option}":
             hint = f"is not an option: did you mean lock_{option}?"
         else:
             continue
-        raise SettingsError(f"task {task.name!r}", written, repr(value), hint)
+        raise SettingsError(f"task {task.name!r}", attribute, repr(value), hint)
 
 
 def _compile(task: Any) -> TaskLockConfig:
-    _refuse_misspelt(task)
+    _check_misspelt(task)
     settings = settings_of(task.app)
     # looked up on the class: the wrapper of autoretry on the instance may hide them
     wrappers = (inspect.getattr_static(type(task), name) for name in ("run", "__call__"))
-    bodies = [bound_to(task, one.redlock_body) for one in wrappers if is_wrapper(one)]
+    bodies = [bound_to(task, wrapper.redlock_body) for wrapper in wrappers if is_wrapper(wrapper)]
     parameters = _parameters_of(task, bodies)
-    pattern = type(task).__dict__.get(ENTRY)
+    pattern = type(task).__dict__.get(ENTRY_ATTRIBUTE)
     if pattern is None:
         attributes = {}
         for name in dir(task):
@@ -122,11 +128,12 @@ def _compile(task: Any) -> TaskLockConfig:
 
 def _parameters_of(task: Any, bodies: Sequence[Body]) -> Parameters:
     """Return what the `run` of a task takes of a call; a `__call__` of its class is before it."""
-    found = parameters_of(bodies[0])
+    parameters = parameters_of(bodies[0])
     if len(bodies) == 1:
-        return found
-    owner = next(one for one in type(task).__mro__ if "__call__" in vars(one))
-    return replace(found, through=(f"{owner.__qualname__}.__call__", *found.through))
+        return parameters
+    owner = next(cls for cls in type(task).__mro__ if "__call__" in vars(cls))
+    wrappers = (f"{owner.__qualname__}.__call__", *parameters.wrappers)
+    return replace(parameters, wrappers=wrappers)
 
 
 def bound_to(task: Any, attribute: Any) -> Any:
@@ -141,7 +148,7 @@ def is_wrapper(body: Any) -> bool:
 
 
 def is_async(function: Any) -> bool:
-    """Return whether a function is an `async def`; of what wraps one only its result can tell."""
+    """Return whether a function is an `async def`; False for a wrapper of one."""
     while type(function) in (functools.partial, types.MethodType):
         is_partial = type(function) is functools.partial
         function = function.func if is_partial else function.__func__

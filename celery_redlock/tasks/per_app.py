@@ -21,13 +21,15 @@ from celery_redlock_entry import without_proxy
 
 logger = logging.getLogger(__name__)
 
-# The settings that may name the nodes, in the order in which `find_nodes` asks them; by the one
-# that does, those that would go before it.
-_NAME_NODES = ("redlock_nodes", "broker_write_url", "broker_url", "result_backend")
-_DECIDE_NODES = {name: _NAME_NODES[: place + 1] for place, name in enumerate(_NAME_NODES)}
-_OTHERS = tuple(f"redlock_{name}" for name in (*APP_SETTING, *OPTION) if name != "nodes")
-# by app: what the settings said as they were read
-_read: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
+# The settings that may name the nodes, in the order in which `find_nodes` reads them. A change of a
+# setting is heeded if it named the nodes, or would go before the one that did.
+_NODE_SETTINGS = ("redlock_nodes", "broker_write_url", "broker_url", "result_backend")
+_CHECKED_FOR_NODES = {
+    name: _NODE_SETTINGS[: place + 1] for place, name in enumerate(_NODE_SETTINGS)
+}
+_OTHER_SETTINGS = tuple(f"redlock_{name}" for name in (*APP_SETTING, *OPTION) if name != "nodes")
+# by app: the values of the settings when they were read
+_read_values: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
 _settings: weakref.WeakKeyDictionary[Any, AppSettings] = weakref.WeakKeyDictionary()
 _redlocks: weakref.WeakKeyDictionary[Any, Redlock] = weakref.WeakKeyDictionary()
 # Apps that have finalized and were checked: later tasks are, as they are added. Until then nothing
@@ -36,7 +38,11 @@ checked: weakref.WeakSet[Any] = weakref.WeakSet()
 # Apps with a locked task of their own, and not only those that all apps share. A task that is
 # declared after the app has finalized counts as one that is shared.
 owners: weakref.WeakSet[Any] = weakref.WeakSet()
-_making = threading.RLock()  # a finalizer or a signal handler may interrupt the thread that has it
+# Apps whose worker leaves nothing on the nodes but its locks: not the settings that it has, either.
+guests: weakref.WeakSet[Any] = weakref.WeakSet()
+_creation_mutex = (
+    threading.RLock()
+)  # a finalizer or a signal handler may interrupt the thread that has it
 _is_worker = False
 
 
@@ -54,44 +60,46 @@ def settings_of(app: Any) -> AppSettings:
     if settings is None:
         settings = read_app(app.conf, app.namespace)
         if settings.nodes:
-            _read[app] = _said(app.conf, (*_NAME_NODES, *_OTHERS))
+            _read_values[app] = _values_of(app.conf, (*_NODE_SETTINGS, *_OTHER_SETTINGS))
             _settings[app] = settings
     return settings
 
 
-def _said(conf: Any, names: tuple[str, ...]) -> dict[str, Any]:
-    """Return what settings say, as a copy: a list or mapping may be changed where it is."""
+def _values_of(conf: Any, names: tuple[str, ...]) -> dict[str, Any]:
+    """Return the values of settings, copied: the app may change a list or mapping in place."""
     return {name: _copy(conf.get(name)) for name in names}
 
 
 def _copy(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {key: _copy(one) for key, one in value.items()}
+        return {key: _copy(item) for key, item in value.items()}
     return [*map(_copy, value)] if isinstance(value, (list, tuple)) else value
 
 
 def redlock_as_set(app: Any) -> Redlock:
-    """Return the app's `Redlock` for what begins now, on the nodes that its settings name now.
+    """Return the app's `Redlock`, on the nodes that its settings name at this moment.
 
     A test, or Django's `override_settings`, may change them after they were read. Raises
-    SettingsError if they have changed while this process holds a lock of the app. In a worker what
-    was read stands: Celery's settings are slow to ask, and each run would.
+    SettingsError if they have changed while this process holds a lock of the app. A worker does not
+    read them again: Celery's settings are slow to read, and each run would pay for it.
     """
     settings = None if _is_worker else _settings.get(app)
     if settings is not None:
-        read = _read[app]
-        for name in _DECIDE_NODES[settings.nodes_from]:
-            said = app.conf.get(name)
-            if said != read[name] and _copy(said) != read[name]:  # a tuple is not its copy
+        read_values = _read_values[app]
+        for name in _CHECKED_FOR_NODES[settings.nodes_from]:
+            value = app.conf.get(name)
+            if (
+                value != read_values[name] and _copy(value) != read_values[name]
+            ):  # a tuple is not its copy
                 _change_nodes(app, settings)
                 break
     return redlock_of(app)
 
 
 def _change_nodes(app: Any, settings: AppSettings) -> None:
-    """Have an app lock on the nodes that its settings name now; all else stays as it was read."""
+    """Replace the nodes of an app by those that its settings name now, and nothing else."""
     nodes, nodes_from = find_nodes(app.conf)
-    found = check_nodes("app", nodes_from, nodes)
+    checked = check_nodes("app", nodes_from, nodes)
     redlock = _redlocks.get(app)
     if redlock is not None and redlock.session.watchdog.watched and not redlock.session.is_closed:
         before = ", ".join(node.name for node in redlock.session.nodes.all)
@@ -99,27 +107,27 @@ def _change_nodes(app: Any, settings: AppSettings) -> None:
             f"has changed from {before} while this process holds a lock there: change it when no "
             "lock is held"
         )
-        raise SettingsError("app", nodes_from, ", ".join(node.name for node in found), hint)
-    with _making:
-        _read[app] = {**_read[app], **_said(app.conf, _NAME_NODES)}
+        raise SettingsError("app", nodes_from, ", ".join(node.name for node in checked), hint)
+    with _creation_mutex:
+        _read_values[app] = {**_read_values[app], **_values_of(app.conf, _NODE_SETTINGS)}
         _settings[app] = replace(settings, nodes=tuple(nodes), nodes_from=nodes_from)
         _redlocks.pop(app, None)  # it closes itself once nothing uses it
 
 
-def _warn_of_late(app: Any) -> None:
+def _warn_of_late_changes(app: Any) -> None:
     """Log which settings, other than the nodes, have changed since they were read."""
-    read = _read.get(app, {})
-    now = _said(app.conf, _OTHERS) if read else {}
-    if late := [name for name in now if now[name] != read[name]]:
+    values = _read_values.get(app, {})
+    values_now = _values_of(app.conf, _OTHER_SETTINGS) if values else {}
+    if changed := [name for name in values_now if values_now[name] != values[name]]:
         logger.warning(
             "%s: changed after this process had read it, so it changes no lock here: set it "
             "before the app finalizes",
-            ", ".join(late), extra={"event": "settings_late"},
+            ", ".join(changed), extra={"event": "settings_late"},
         )  # fmt: skip
 
 
 def redlock_of_given(app: Any) -> Redlock:
-    """Return the `Redlock` of what a caller gives as an app; also of `celery.current_app`."""
+    """Return the `Redlock` of an app that a user passes, also of the proxy `celery.current_app`."""
     app = without_proxy(app)
     if not isinstance(app, Celery):
         raise SettingsError("Redlock.of", "app", repr(app), "must be a Celery app")
@@ -130,21 +138,21 @@ def redlock_of(app: Any) -> Redlock:
     """Return the app's `Redlock` in this process, made at the first call, and again once closed.
 
     It connects with its first lock, so a worker that forks has no open connection; a forked child
-    connects anew by itself. Nodes that the settings name by now instead count for what begins
-    later: see `redlock_as_set`. Raises SettingsError, also if no setting names a node.
+    connects anew by itself. `redlock_as_set` heeds nodes that the settings name since then. Raises
+    SettingsError, also if no setting names a node.
     """
     redlock = _redlocks.get(app)
     if redlock is None or redlock.session.is_closed:
         settings = settings_of(app)
         if not settings.nodes:
             find_nodes(app.conf)  # raises
-        with _making:
+        with _creation_mutex:
             redlock = _redlocks.get(app)
             if redlock is None or redlock.session.is_closed:
-                earlier = _redlocks.pop(app, None)
-                if earlier is None:
-                    _warn_of_late(app)
-                made = Redlock(
+                closed = _redlocks.pop(app, None)
+                if closed is None:
+                    _warn_of_late_changes(app)
+                new = Redlock(
                     settings.nodes,
                     prefix=settings.prefix,
                     node_timeout=settings.node_timeout,
@@ -152,9 +160,9 @@ def redlock_of(app: Any) -> Redlock:
                     max_ttl=settings.max_ttl,
                     restart_guard=settings.restart_guard,
                 )
-                made.session.events.tells_of_new_nodes = not _is_worker
-                made.session.warns = False  # of not being closed: the app keeps it
-                redlock = _redlocks.setdefault(app, made)  # an interrupting call may have made one
+                new.session.events.tells_of_new_nodes = not _is_worker
+                new.session.warns = False  # of not being closed: the app keeps it
+                redlock = _redlocks.setdefault(app, new)  # an interrupting call may have made one
     return redlock
 
 

@@ -32,34 +32,34 @@ logger = logging.getLogger(__name__)
 # without it, results are written to a backend that keeps none, which is logged
 DisabledBackend: Any = find("celery.backends.base:DisabledBackend", ())
 DEFERRED = "DEFERRED"
-MOST_PENDING = 1000  # states that wait to be stored; as many messages wait in a worker's memory
-DEADLINE = 5.0  # seconds after which a store is given up, and its message may run
-PATIENCE = 120.0  # seconds for which a final state is tried again: as long as Celery waits
-LINGER = 30.0  # seconds that the storing thread, and its connection, wait for the next state
+MAX_PENDING = 1000  # states that wait to be stored; as many messages may wait in a worker
+STORE_TIMEOUT = 5.0  # seconds after which a store is given up, so that its message may run
+RETRY_TIME = 120.0  # seconds for which a final state is tried again: as long as Celery waits
+IDLE_TIME = 30.0  # seconds that the storing thread, and its connection, wait for the next state
 
 
-class _Pending(NamedTuple):
+class _PendingState(NamedTuple):
     """A state that waits to be stored.
 
-    store: raises what the result backend raises. lost: called with why it is not stored. until:
-    monotonic seconds; a final state is tried again until then, other states (-inf) once. then:
-    called in the event loop once it is stored or lost.
+    store: stores it; raises what the result backend raises. on_lost: called with the cause if it is
+    not stored. retry_until: monotonic seconds; a final state is tried again until then, any other
+    state (-inf) is tried once. on_end: called in the event loop once it is stored or lost.
     """
 
     store: Callable[[], object]
-    lost: Callable[[object], object]
-    until: float
-    then: Callable[[], object] | None
+    on_lost: Callable[[object], object]
+    retry_until: float
+    on_end: Callable[[], object] | None
 
 
-_NOTHING = _Pending(str, str, -math.inf, None)
+_NO_STATE = _PendingState(str, str, -math.inf, None)
 
 
 class StoringThread:
     """Stores the states that a worker's main process reports, in one thread; one of each message.
 
     A result backend that hangs blocks this thread, and not the event loop. Some states are lost
-    then, but no final ones: those of messages that go on meanwhile, and those above `MOST_PENDING`.
+    then, but no final ones: those of messages that go on meanwhile, and those above `MAX_PENDING`.
     Under gevent the thread is a greenlet. call_soon: calls a function in the event loop.
     """
 
@@ -68,136 +68,156 @@ class StoringThread:
         self._call_soon = call_soon
         self._clock = SystemClock()
         self._changed = threading.Condition()
-        self._pending: dict[str, _Pending] = {}  # by task id
-        self._stored = ""  # whose state is being stored
-        self._began = 0.0  # monotonic seconds
-        self._then: list[Callable[[], object]] = []  # what waits for the end of that
-        self._storing = _NOTHING  # that state
-        self._ended = deque[Callable[[], object]]()  # the `then` of those that are stored
-        self._runs = False
+        self._pending: dict[str, _PendingState] = {}  # by task id
+        self._current_id = ""  # of the message whose state is being stored
+        self._current = _NO_STATE  # that state
+        self._began_at = 0.0  # monotonic second at which its store began
+        self._on_stored: list[Callable[[], object]] = []  # called after that store
+        self._end_callbacks = deque[Callable[[], object]]()  # of final states that are stored
+        self._is_running = False
 
     def put(
-        self, id_: str, store: Callable[[], object], lost: Callable[[object], object],
-        then: Callable[[], object] | None = None,
+        self, id_: str, store: Callable[[], object], on_lost: Callable[[object], object],
+        on_end: Callable[[], object] | None = None,
     ) -> None:  # fmt: skip
-        """Have a state stored, in place of one that waits; a final one has a `then`.
+        """Have a state stored, in place of a waiting state of the same message.
 
-        lost, then: as of `_Pending`.
+        A final state has `on_end`. on_lost, on_end: as of `_PendingState`.
         """
-        is_final = then is not None
-        until = self._clock.now() + PATIENCE if is_final else -math.inf
+        is_final = on_end is not None
+        retry_until = self._clock.now() + RETRY_TIME if is_final else -math.inf
         with self._changed:
             replaced = self._pending.pop(id_, None)
-            is_full = not is_final and len(self._pending) >= MOST_PENDING
+            is_full = not is_final and len(self._pending) >= MAX_PENDING
             if not is_full:
-                self._pending[id_] = _Pending(store, lost, until, then)
+                self._pending[id_] = _PendingState(store, on_lost, retry_until, on_end)
                 self._changed.notify_all()
-                if not self._runs:
+                if not self._is_running:
                     threading.Thread(target=self._run, daemon=True).start()
-                    self._runs = True
+                    self._is_running = True
         if is_full:
-            lost("the result backend does not keep up")
-        if replaced is not None and replaced.then is not None:
-            self._ended.append(replaced.then)
+            on_lost("the result backend does not keep up")
+        if replaced is not None and replaced.on_end is not None:
+            self._end_callbacks.append(replaced.on_end)
             self._call_soon(self.call_ended)
 
-    def withdraw(self, id_: str, then: Callable[[], object]) -> bool:
-        """Forget the state of a message that is about to run: it would be stored over a later one.
+    def withdraw(self, id_: str, on_stored: Callable[[], object]) -> bool:
+        """Forget the state of a message that is about to run: it could be stored over a later one.
 
-        Return whether no state of the message is being stored; else `then` is called after that.
+        Return True if no state of the message is being stored. Otherwise `on_stored` is called
+        after that store.
         """
-        if not self._runs:
+        if not self._is_running:
             return True
         with self._changed:
-            if id_ in self._pending and self._pending[id_].until == -math.inf:
+            if id_ in self._pending and self._pending[id_].retry_until == -math.inf:
                 del self._pending[id_]
-            if self._stored != id_:
+            if self._current_id != id_:
                 return True
-            self._then.append(then)
+            self._on_stored.append(on_stored)
             return False
 
     def forget(self, *, keeps_ends: bool = False) -> None:
-        """Forget the states of messages that wait: these come anew, to this worker or another.
+        """Forget the states of waiting messages, which are delivered again.
 
-        So do those of final states, which cannot be acknowledged any more, unless keeps_ends.
+        Final states are still stored, but their `on_end` is forgotten unless `keeps_ends`: the
+        messages cannot be acknowledged any more.
         """
         with self._changed:
-            finals = {id_: one for id_, one in self._pending.items() if one.until > -math.inf}
+            finals = {
+                id_: state for id_, state in self._pending.items() if state.retry_until > -math.inf
+            }
             if not keeps_ends:
-                finals = {id_: one._replace(then=None) for id_, one in finals.items()}
-                self._storing = self._storing._replace(then=None)
-                self._ended.clear()
+                finals = {id_: state._replace(on_end=None) for id_, state in finals.items()}
+                self._current = self._current._replace(on_end=None)
+                self._end_callbacks.clear()
             self._pending = finals
 
     def flush(self) -> None:
-        """Wait until all states are stored, for `DEADLINE` at most."""
+        """Wait until all states are stored, for `STORE_TIMEOUT` at most."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._pending and not self._stored, DEADLINE)
+            self._changed.wait_for(
+                lambda: not self._pending and not self._current_id, STORE_TIMEOUT
+            )
 
     def call_ended(self) -> None:
-        """Call the `then` of each final state that is stored by now; in the event loop."""
+        """Call the `on_end` of each final state that is stored by now; in the event loop."""
         while True:
             try:
-                then = self._ended.popleft()
+                on_end = self._end_callbacks.popleft()
             except IndexError:  # also if another thread was first
                 return
-            then()
+            on_end()
 
     def _run(self) -> None:
+        """Store states one after the other, until none comes for `IDLE_TIME`."""
         with contextlib.suppress(Exception):  # of a backend that cannot be made: the store says why
             self._limit_waits(self._app.backend)
         while True:
-            with self._changed:
-                if not self._changed.wait_for(lambda: self._pending, LINGER):
-                    self._runs = False
-                    return
-                self._stored = next(iter(self._pending))
-                self._storing = pending = self._pending.pop(self._stored)
-                self._began = self._clock.now()
-            is_again = False
+            state = self._take_next()
+            if state is None:
+                return
+            must_retry = False
             try:
-                pending.store()
+                state.store()
             except BaseException as error:  # also a SystemExit: this thread has others to store
-                is_again = self._clock.now() < pending.until
-                if not is_again:
-                    pending.lost(error)
-            with self._changed:
-                # its `then` may be gone
-                pending = self._storing
-                self._storing = _NOTHING
-                if is_again:  # last, unless the message has another state by now
-                    self._pending.setdefault(self._stored, pending)
-                elif pending.then is not None:
-                    self._ended.append(pending.then)
-                self._stored = ""
-                then = self._then
-                self._then = []
-                self._changed.notify_all()
-            if self._ended:
+                must_retry = self._clock.now() < state.retry_until
+                if not must_retry:
+                    state.on_lost(error)
+            callbacks = self._settle(must_retry=must_retry)
+            if self._end_callbacks:
                 self._call_soon(self.call_ended)
-            for call in then:
-                call()
-            if is_again:
+            for callback in callbacks:
+                callback()
+            if must_retry:
                 self._clock.sleep(1.0)
 
+    def _take_next(self) -> _PendingState | None:
+        """Begin with the next state; return None, and end the thread, if there is none in time."""
+        with self._changed:
+            if not self._pending:
+                self._changed.wait_for(lambda: self._pending, IDLE_TIME)
+            if not self._pending:
+                self._is_running = False
+                return None
+            self._current_id = next(iter(self._pending))
+            self._current = self._pending.pop(self._current_id)
+            self._began_at = self._clock.now()
+            return self._current
+
+    def _settle(self, *, must_retry: bool) -> list[Callable[[], object]]:
+        """End the current store, or queue its state again; return what is to be called now."""
+        with self._changed:
+            state = self._current  # `forget` may have removed its `on_end`
+            self._current = _NO_STATE
+            if must_retry:  # last, unless the message has another state by now
+                self._pending.setdefault(self._current_id, state)
+            elif state.on_end is not None:
+                self._end_callbacks.append(state.on_end)
+            self._current_id = ""
+            callbacks = self._on_stored
+            self._on_stored = []
+            self._changed.notify_all()
+            return callbacks
+
     def _limit_waits(self, backend: Any) -> None:
-        """Let each wait for a Redis end by the deadline; other result backends have their own.
+        """Limit each wait for a Redis to `STORE_TIMEOUT`; other result backends have their own.
 
         Source: celery.backends.redis waits for two minutes, and tries twenty times again.
         """
         params = getattr(backend, "connparams", None)
-        if params is None or backend.thread_safe:  # then other threads use it, too
+        if params is None or backend.thread_safe:  # the latter: other threads use it, too
             return
         for name in {"socket_timeout", "socket_connect_timeout"} & params.keys():
-            params[name] = min(params[name] or DEADLINE, DEADLINE)
-        tries_again = getattr(backend, "on_connection_error", None)
-        if tries_again is None:  # then only the deadline of each read holds
+            params[name] = min(params[name] or STORE_TIMEOUT, STORE_TIMEOUT)
+        retry_connection = getattr(backend, "on_connection_error", None)
+        if retry_connection is None:  # then only each read is limited
             return
 
         def on_connection_error(most: Any, error: Exception, *how: Any) -> Any:
-            if self._clock.now() - self._began >= DEADLINE:
+            if self._clock.now() - self._began_at >= STORE_TIMEOUT:
                 raise error  # the connection is closed, and the message may run
-            return tries_again(most, error, *how)
+            return retry_connection(most, error, *how)
 
         backend.on_connection_error = on_connection_error
 
@@ -267,13 +287,17 @@ class StateReporter:
             return False
         return meta["status"] in states.READY_STATES
 
-    def deferred(self, info: Mapping[str, Any], why: str, *, is_stored: bool = True) -> None:
-        """Store and send DEFERRED. info, why: as of `Deferral`. is_stored: as the app says."""
+    def deferred(self, info: Mapping[str, Any], reason: str, *, is_stored: bool = True) -> None:
+        """Store and send DEFERRED.
+
+        info, reason: as `info` and `why` of `Deferral`. is_stored: False sends the event alone.
+        """
         if is_stored and self.stores:
             self._store(functools.partial(self._store_deferred, info))
-        why = why if "rate" in info else f"{info['resource']}: {why}"  # that of a rate names it
+        if "rate" not in info:  # the reason of a rate names the resource
+            reason = f"{info['resource']}: {reason}"
         text = "{why}; deferrals: {deferrals}; waited: {waited:.1f} s; next try: {next_try}"
-        text = text.format(why=why, **info)
+        text = text.format(why=reason, **info)
         self._send("task-deferred", result=text, **info)
 
     def _is_aborted(self) -> bool:
@@ -290,9 +314,9 @@ class StateReporter:
         self._task.backend.store_result(request.id, meta, state, request=request)
 
     def revoked_untried(
-        self, reason: str, *, store_result: bool, then: Callable[[], object]
+        self, reason: str, *, store_result: bool, on_end: Callable[[], object]
     ) -> None:
-        """Store REVOKED for a message that no run has seen, as Celery does, and call `then`.
+        """Store REVOKED for a message that no run has seen, as Celery does, and call `on_end`.
 
         Source: celery.worker.request: Request._announce_revoked.
         """
@@ -302,7 +326,7 @@ class StateReporter:
             lambda: task.backend.mark_as_revoked(
                 request.id, reason, request=request, store_result=store_result
             ),
-            then,
+            on_end,
         )
 
     def started(self, *, was_deferred: bool) -> None:
@@ -310,26 +334,26 @@ class StateReporter:
 
         was_deferred: DEFERRED and its reason may be what monitors show until now.
         """
-        let_through = (SoftTimeLimitExceeded,)  # the body is about to begin, and must not now
+        reraised = (SoftTimeLimitExceeded,)  # the body is about to begin, and must not now
         # not attempted: a body that can be aborted does not begin if nobody can say that it was
         if self.stores and not self._is_aborted():
             meta = {"pid": os.getpid(), "hostname": self._request.hostname}
-            self._attempt(functools.partial(self._store_state, states.STARTED, meta), let_through)
+            self._attempt(functools.partial(self._store_state, states.STARTED, meta), reraised)
         if was_deferred and not self._request.is_eager:
             why = "lock acquired after a deferral"
-            self._send_after_deferral("task-started", why, let_through)
+            self._send_after_deferral("task-started", why, reraised)
 
     def _send_after_deferral(
-        self, event: str, why: str, let_through: tuple[type[Exception], ...] = (), **fields: Any
+        self, event: str, reason: str, reraised: tuple[type[Exception], ...] = (), **fields: Any
     ) -> None:
         """Send an event, and let monitors leave DEFERRED and its reason.
 
         Source: celery.events.state: an unknown state, as DEFERRED, stays over STARTED and REVOKED.
         A task-retried takes its place, and any event takes the place of that one.
         """
-        self._send("task-retried", let_through, exception=why, traceback="")
-        cleared = {"result": None, "exception": None, "traceback": None}
-        self._send(event, let_through, **cleared, **fields)
+        self._send("task-retried", reraised, exception=reason, traceback="")
+        empty_fields = {"result": None, "exception": None, "traceback": None}
+        self._send(event, reraised, **empty_fields, **fields)
 
     def skipped(self, resource: str, reason: str) -> None:
         """Store REVOKED, so that callers, chains and chords end, and send SKIPPED."""
@@ -368,13 +392,13 @@ class StateReporter:
         error = TaskRevokedError(reason)
         self._mark_as_failure(error, call_errbacks=False, state=states.REVOKED)
 
-    def _mark_as_failure(self, error: Exception, **how: Any) -> None:
+    def _mark_as_failure(self, error: Exception, **options: Any) -> None:
         request = self._request
         store_result = self.stores_errors
         mark = self._task.backend.mark_as_failure
-        mark(request.id, error, request=request, store_result=store_result, **how)
+        mark(request.id, error, request=request, store_result=store_result, **options)
 
-    def lock_lost(self, lost: LockLost) -> None:
+    def lock_lost(self, error: LockLost) -> None:
         """Send task-lock-lost, in whatever thread or greenlet this is called."""
         task = self._task
         request = self._request
@@ -382,30 +406,33 @@ class StateReporter:
             return
         task.request_stack.push(request)  # an event is about the task's current request
         try:
-            text = f"{lost.resource}: lost, {lost.reason}"
-            self._send("task-lock-lost", result=text, resource=lost.resource, reason=lost.reason)
+            text = f"{error.resource}: lost, {error.reason}"
+            self._send("task-lock-lost", result=text, resource=error.resource, reason=error.reason)
         finally:
             task.request_stack.pop()
 
-    def _store(self, store: Callable[[], object], then: Callable[[], object] | None = None) -> None:
+    def _store(
+        self, store: Callable[[], object], on_end: Callable[[], object] | None = None
+    ) -> None:
         if self._thread is not None:
-            self._thread.put(str(self._request.id), store, self._warn_not_shown, then)
+            self._thread.put(str(self._request.id), store, self._warn_not_shown, on_end)
             return
         self._attempt(store)
-        if then is not None:
-            then()
+        if on_end is not None:
+            on_end()
 
     def _send(
-        self, event: str, let_through: tuple[type[Exception], ...] = (), /, **fields: Any
+        self, event: str, reraised: tuple[type[Exception], ...] = (), /, **fields: Any
     ) -> None:
-        self._attempt(functools.partial(self._send_event, event, **fields), let_through)
+        if self._task.send_events:  # as Celery asks before each event of a task
+            self._attempt(functools.partial(self._send_event, event, **fields), reraised)
 
     def _attempt(
-        self, report: Callable[[], object], let_through: tuple[type[Exception], ...] = ()
+        self, report: Callable[[], object], reraised: tuple[type[Exception], ...] = ()
     ) -> None:
         try:
             report()
-        except let_through:
+        except reraised:
             raise
         except Exception as error:
             self._warn_not_shown(error)

@@ -18,14 +18,14 @@ from celery import Celery, Task
 from celery_redlock.errors import SettingsError
 from celery_redlock.tasks.declaration import config_of, dumped
 from celery_redlock.tasks.delivery.header import HEADER
-from celery_redlock.tasks.delivery.route import queue_asked, route_send
+from celery_redlock.tasks.delivery.route import route_send, routed_queue
 from celery_redlock.tasks.settings.app import CELERY_PREFIX
 from celery_redlock.tasks.settings.call import TaskCall
 from celery_redlock.tasks.settings.levels import check_outside
 from celery_redlock.tasks.settings.options import UNIQUE_BY, TaskLockOptions
 from celery_redlock.tasks.settings.task_config import TaskLockConfig
 from celery_redlock.tasks.unique.send import (
-    check_debounced,
+    check_timing,
     is_awaited,
     options_to_message,
     send_claimed,
@@ -33,7 +33,9 @@ from celery_redlock.tasks.unique.send import (
 )
 
 # what Celery's `send_task` takes for itself, and no router sees
-_TAKEN = frozenset(inspect.signature(Celery.send_task).parameters) - {"options"} | {"ignore_result"}
+_SEND_TASK_PARAMETERS = frozenset(inspect.signature(Celery.send_task).parameters) - {"options"} | {
+    "ignore_result"
+}
 
 
 def publish_through(app: Any, locked_class: type[Task]) -> None:
@@ -41,8 +43,8 @@ def publish_through(app: Any, locked_class: type[Task]) -> None:
 
     Celery's `apply_async` calls it with the task as `task_type`.
     """
-    own = vars(app).get("send_task")
-    if getattr(own, "redlock", False):
+    replaced = vars(app).get("send_task")
+    if getattr(replaced, "redlock", False):
         return
 
     @functools.wraps(Celery.send_task)
@@ -50,11 +52,11 @@ def publish_through(app: Any, locked_class: type[Task]) -> None:
         name: str, args: Any = None, kwargs: Any = None, *more: Any, **options: Any
     ) -> Any:
         # looked up at each send: a test or an agent may replace it
-        inner = own or functools.partial(type(app).send_task, app)
+        original = replaced or functools.partial(type(app).send_task, app)
         task = options.get("task_type")
         if more or not isinstance(task, locked_class) or task.name.startswith(CELERY_PREFIX):
-            return inner(name, args, kwargs, *more, **options)
-        return publish_or_drop(task, functools.partial(inner, name), args, kwargs, options)
+            return original(name, args, kwargs, *more, **options)
+        return publish_or_drop(task, functools.partial(original, name), args, kwargs, options)
 
     send_task.redlock = True  # type: ignore[attr-defined]
     app.send_task = send_task
@@ -69,17 +71,17 @@ def publish_or_drop(
     `LockedTask.apply_async` does.
     """
     call_options = checked_options(config_of(task), options)
-    unique = None
+    unique_options = None
     if not is_awaited(options):
-        unique = _unique(task, args, kwargs, options, call_options)
+        unique_options = _unique(task, args, kwargs, options, call_options)
     options["task_id"] = options.get("task_id") or str(uuid4())
     if call_options:
         write_header(options, call_options)
     send = functools.partial(send, args, kwargs)
-    if unique is None:
+    if unique_options is None:
         return send(**options)
     return send_claimed(
-        task.app, task.name, *unique, options, publish=send, result_of=task.AsyncResult
+        task.app, task.name, *unique_options, options, publish=send, result_of=task.AsyncResult
     )
 
 
@@ -93,7 +95,7 @@ def _unique(
     queue: str | None = ""
     names_queue = config.may_name_queue(call_options)
     if config.app.queues or names_queue:
-        queue, options["router"] = route_send(task, args, kwargs, options, _TAKEN)
+        queue, options["router"] = route_send(task, args, kwargs, options, _SEND_TASK_PARAMETERS)
     lock_options = config.options_for(queue or "", call_options)
     if not lock_options.is_unique:
         return None
@@ -105,7 +107,7 @@ def _unique(
     resources = config.resources(lock_options, call)
     if not resources:
         return None
-    check_debounced(task.app, task.name, options, lock_options.debounce)
+    check_timing(task.app, task.name, options, lock_options)
     return resources, lock_options
 
 
@@ -123,12 +125,12 @@ def check_send(task: Any, options: Mapping[str, Any]) -> None:
     call_options = checked_options(config, dict(options))
     if is_awaited(options) or not _may_be_unique(config, call_options):
         return
-    unique = config.options_for(queue_asked(task) or "", call_options)
-    if unique.is_unique and unique.key is not False and not callable(unique.key):
-        check_debounced(task.app, task.name, options, unique.debounce)
+    lock_options = config.options_for(routed_queue(task) or "", call_options)
+    if lock_options.is_unique and lock_options.key is not False and not callable(lock_options.key):
+        check_timing(task.app, task.name, options, lock_options)
 
 
-def given_options(lock: Any) -> Mapping[str, Any]:
+def options_mapping(lock: Any) -> Mapping[str, Any]:
     """Return the options of a call, unchecked; raises SettingsError for what is no mapping."""
     if not isinstance(lock, Mapping):
         hint = 'must map option names to values, as lock={"ttl": 60}'
@@ -138,7 +140,7 @@ def given_options(lock: Any) -> Mapping[str, Any]:
 
 def checked_options(config: TaskLockConfig, options: dict[str, Any]) -> Mapping[str, Any]:
     """Take the `lock` options of a call out of Celery's, and return them; raises SettingsError."""
-    return config.check_call(given_options(options.pop("lock"))) if "lock" in options else {}
+    return config.check_call(options_mapping(options.pop("lock"))) if "lock" in options else {}
 
 
 def write_header(options: dict[str, Any], call_options: Mapping[str, Any]) -> None:
@@ -153,7 +155,7 @@ def queue_needed(task: Any, caller: str, args: Any = (), kwargs: Any = None) -> 
     caller: the method of LockedTask that asks. Raises SettingsError if the queue is unknown.
     """
     config = config_of(task)
-    queue = queue_asked(task, args, kwargs)
+    queue = routed_queue(task, args, kwargs)
     if queue is None and (config.app.queues or config.may_name_queue({})):
         hint = (
             "is chosen by a function in task_routes or by an exchange, and the lock of "

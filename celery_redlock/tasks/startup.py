@@ -11,10 +11,13 @@ import functools
 import inspect
 import logging
 import math
+import sys
+import traceback
 import types
 from collections.abc import Mapping
 from contextlib import suppress
 from importlib.util import find_spec
+from pathlib import PurePath
 from typing import Any
 
 from celery import Task, bootsteps, current_app
@@ -31,7 +34,7 @@ from celery_redlock.lock.node_status import (
 from celery_redlock.lock.reports import NodeList
 from celery_redlock.tasks import per_app
 from celery_redlock.tasks.children.reaper import watch_children
-from celery_redlock.tasks.declaration import ENTRY, config_of, to_leave_out
+from celery_redlock.tasks.declaration import ENTRY_ATTRIBUTE, config_of, to_leave_out
 from celery_redlock.tasks.delivery.header import HEADER, LockHeader
 from celery_redlock.tasks.per_app import redlock_of, settings_of
 from celery_redlock.tasks.settings.app import CELERY_PREFIX, OptionSource, pattern_for
@@ -49,7 +52,7 @@ _resolve_all = find(
 )
 _add_autoretry_behaviour = find("celery.app.autoretry:add_autoretry_behaviour", None)
 
-OF_OTHERS = {
+FOREIGN_OPTIONS = {
     "once": "set lock_args to its keys, and lock_unique_for to its timeout",
     "raise_on_duplicate": 'set lock_on_duplicate="fail"',
     "unique_on": "set lock_args",
@@ -105,12 +108,12 @@ def must_lock(app: Any) -> bool:
 
 
 def locked_tasks(app: Any) -> list[LockedTask]:
-    own = (task for name, task in app.tasks.items() if not name.startswith(CELERY_PREFIX))
-    return [task for task in own if isinstance(task, LockedTask)]
+    tasks = (task for name, task in app.tasks.items() if not name.startswith(CELERY_PREFIX))
+    return [task for task in tasks if isinstance(task, LockedTask)]
 
 
 def takes_lock(task: LockedTask, queue: str) -> bool:
-    """Return whether a run in a queue takes a lock; True for wrong options, which are told of."""
+    """Return whether a run in a queue takes a lock; True for wrong options, which runs report."""
     try:
         return config_of(task).options_for(queue).key is not False
     except SettingsError:
@@ -123,8 +126,8 @@ def entry_for(app: Any, name: str) -> str | None:
         return None
     entries = app.conf.get("redlock_tasks")
     # a wrong type raises at each use of a task that it names: such a task never runs unlocked
-    known = entries if isinstance(entries, (Mapping, list, tuple, set)) else ()
-    return pattern_for(name, map(str, known))
+    patterns = entries if isinstance(entries, (Mapping, list, tuple, set)) else ()
+    return pattern_for(name, map(str, patterns))
 
 
 class AdoptingRegistry(TaskRegistry):
@@ -139,11 +142,11 @@ class AdoptingRegistry(TaskRegistry):
         """Adopt the tasks of an app, and all that are added later; return its registry."""
         registry = app._tasks
         if not isinstance(registry, AdoptingRegistry):
-            kind = type(registry)
-            registry.__class__ = type(kind.__name__, (cls, kind), {})
+            registry_class = type(registry)
+            registry.__class__ = type(registry_class.__name__, (cls, registry_class), {})
         registry.app = app
-        found = [task for name, task in registry.items() if registry.adopt(name, task)]
-        for task in found:  # all of them are adopted by now, even if one of them is wrong
+        adopted = [task for name, task in registry.items() if registry.adopt(name, task)]
+        for task in adopted:  # all of them are adopted by now, even if one of them is wrong
             if task.__bound__:
                 task.bind(app)
         return registry
@@ -170,7 +173,7 @@ class AdoptingRegistry(TaskRegistry):
     def check(self, name: str, task: Any) -> None:
         """Raise SettingsError if a task has options of a lock and takes none, or has them twice."""
         if isinstance(task, LockedTask):
-            if self.pattern_for(name) == name and ENTRY not in type(task).__dict__:
+            if self.pattern_for(name) == name and ENTRY_ATTRIBUTE not in type(task).__dict__:
                 hint = (
                     f"{name} is a LockedTask already: set lock_* on it, or from outside by "
                     f'Celery\'s task_annotations = {{{name!r}: {{"lock_ttl": 30}}}}'
@@ -179,15 +182,17 @@ class AdoptingRegistry(TaskRegistry):
                 raise OptionSource.at("app", f"tasks[{name!r}]").wrong(entry, hint)
             return
         # other names, and those that another base declares, are not ours
-        found = {one for one in lock_names(task) if one.removeprefix("lock_") in OPTION}
-        if not found or name.startswith(CELERY_PREFIX):
+        ineffective = {
+            attribute for attribute in lock_names(task) if attribute.removeprefix("lock_") in OPTION
+        }
+        if not ineffective or name.startswith(CELERY_PREFIX):
             return
         # annotations are set on all tasks that they match
-        found.difference_update(*_resolve_all(self.app.annotations, type(task)))
-        for written in sorted(found):
-            value = vars(type(task))[written]
+        ineffective.difference_update(*_resolve_all(self.app.annotations, type(task)))
+        for attribute in sorted(ineffective):
+            value = vars(type(task))[attribute]
             hint = "has no effect without base=LockedTask: the task would run without a lock"
-            option = written.removeprefix("lock_")
+            option = attribute.removeprefix("lock_")
             raise OptionSource.at("task", option, name).wrong(value, hint)
 
 
@@ -199,28 +204,58 @@ def adopt_task(task: Any, pattern: str) -> None:
     stays.
     """
     cls = type(task)
-    own = task.__dict__.pop("run", None)  # autoretry's, or one that its __init__ has set
-    is_wrapped = _add_autoretry_behaviour is not None and "_orig_run" in task.__dict__
-    autoretry = own if is_wrapped else None  # else the lock is taken around all that it does
+    run = task.__dict__.pop("run", None)  # autoretry's, or one that its __init__ has set
+    has_autoretry = _add_autoretry_behaviour is not None and "_orig_run" in task.__dict__
+    autoretry = run if has_autoretry else None  # else the lock is taken around all that it does
     if autoretry is not None:
-        own = task.__dict__.pop("_orig_run")
-    spared = getattr(task, "dont_autoretry_for", None) or LockedTask.dont_autoretry_for
-    body = {ENTRY: pattern, "dont_autoretry_for": spared, "__module__": cls.__module__}
+        run = task.__dict__.pop("_orig_run")
+    excluded = getattr(task, "dont_autoretry_for", None) or LockedTask.dont_autoretry_for
+    namespace = {
+        ENTRY_ATTRIBUTE: pattern,
+        "dont_autoretry_for": excluded,
+        "__module__": cls.__module__,
+    }
     if cls.Request != Task.Request:
-        body["Request"] = cls.Request
+        namespace["Request"] = cls.Request
     for name in ("lock", "lock_for", "lock_options"):
         if inspect.getattr_static(task, name, None) is not None:
-            body[name] = inspect.getattr_static(cls, name, None)
-    if own is not None and own != task.run:
-        body["run"] = staticmethod(own)
-    made = types.new_class(cls.__name__, (LockedTask, cls), {}, lambda made: made.update(body))
-    made.__qualname__ = cls.__qualname__
-    task.__class__ = made
+            namespace[name] = inspect.getattr_static(cls, name, None)
+    if run is not None and run != task.run:
+        namespace["run"] = staticmethod(run)
+    adopted = types.new_class(
+        cls.__name__, (LockedTask, cls), {}, lambda adopted: adopted.update(namespace)
+    )
+    adopted.__qualname__ = cls.__qualname__
+    task.__class__ = adopted
     if autoretry is not None:  # around the wrapper, as for a task that is made a LockedTask
-        said = dict(inspect.getclosurevars(autoretry).nonlocals)
-        said["dont_autoretry_for"] = said["dont_autoretry_for"] or spared
-        del said["task"]
-        _add_autoretry_behaviour(task, **said)
+        settings = dict(inspect.getclosurevars(autoretry).nonlocals)
+        settings["dont_autoretry_for"] = settings["dont_autoretry_for"] or excluded
+        del settings["task"]
+        _add_autoretry_behaviour(task, **settings)
+
+
+def end_without_traceback() -> None:
+    """Have Celery's command line end with the line of a SettingsError alone.
+
+    Its frames are those of click, Celery and this package, and the line names the setting. Another
+    program, and one with a hook of its own, keeps its traceback.
+    """
+    if not is_command_line(sys.argv[0]) or sys.excepthook is not sys.__excepthook__:
+        return
+
+    def show(kind: type[BaseException], error: BaseException, frames: Any) -> None:
+        if issubclass(kind, SettingsError) and error.__cause__ is None:
+            sys.stderr.write("".join(traceback.format_exception_only(error)))
+        else:
+            sys.__excepthook__(kind, error, frames)
+
+    sys.excepthook = show
+
+
+def is_command_line(program: str) -> bool:
+    """Return whether a program is the command `celery`, or `python -m celery`."""
+    path = PurePath(program)
+    return path.name == "celery" or path.parts[-2:] == ("celery", "__main__.py")
 
 
 def finalize_before_apply() -> None:
@@ -229,17 +264,17 @@ def finalize_before_apply() -> None:
     Until then the task is what its author declared, and would run without its lock.
     Source: celery.app.task: `apply` takes the task out of `app._tasks`, which finalizes nothing.
     """
-    celerys = Task.apply
+    celery_apply = Task.apply
 
-    @functools.wraps(celerys)
+    @functools.wraps(celery_apply)
     def apply(self: Any, args: Any = None, kwargs: Any = None, *more: Any, **options: Any) -> Any:
         app = self.app
         if app.finalized or isinstance(self, LockedTask) or entry_for(app, self.name) is None:
-            return celerys(self, args, kwargs, *more, **options)
+            return celery_apply(self, args, kwargs, *more, **options)
         app.finalize(auto=True)
         # a class of the task's own may have called this: it is not to be called again
         prepare_apply(self, options)
-        result = celerys(self, args, kwargs, *more, **options)
+        result = celery_apply(self, args, kwargs, *more, **options)
         result.is_duplicate = False
         return result
 
@@ -274,8 +309,8 @@ class RefuseToStart(bootsteps.Step):
                 raise SettingsError("worker", "worker_pool", "eventlet", hint)
         if settings_of(worker.app).metrics is not None and find_spec("prometheus_client") is None:
             hint = (
-                "needs the package prometheus_client: run pip install 'celery_redlock[metrics]', "
-                "or set None"
+                "needs the package prometheus_client: run pip install "
+                "'prometheus-client>=0.21', or set None"
             )
             raise OptionSource.at("app", "metrics").wrong(worker.app.conf.redlock_metrics, hint)
 
@@ -302,13 +337,13 @@ def report_nodes(sender: Any = None, **_: Any) -> None:
         session = redlock_of(app).session
         report = ask_nodes(session)
         answering = [node.node for node in report.nodes if not node.error]
-        others = compare_shared_settings(session, answering, writes=True)
+        differing = compare_shared_settings(session, answering, writes=app not in per_app.guests)
     except SettingsError as error:  # of shared tasks alone; `RefuseToStart` has seen all others
         level = logging.ERROR if must_lock(app) else logging.WARNING
         logger.log(level, "no lock can be acquired: %s", error, extra={"event": "settings_wrong"})
         return
     _log_report(report)
-    for settings, nodes in others.items():
+    for settings, nodes in differing.items():
         logger.error(
             "other clients use %s (according to %s), and this worker uses %s: until all clients "
             "use the same, two tasks may hold one lock. See %s",
@@ -321,25 +356,25 @@ def _log_report(report: NodeList) -> None:
     """Log in one line which nodes answer, and which wait before they grant a lock."""
     nodes = len(report.nodes)
     silent = report.silent
-    of_them = f"of {nodes} lock nodes"
-    needed = f", {report.needed} needed"
+    of_nodes = f"of {nodes} lock nodes"
+    needed_text = f", {report.needed} needed"
     causes = [str(NodeError(node, cause)) for node, cause in report.failing.items()]
-    failing = f"; failing: {'; '.join(causes)}" if causes else ""
+    failing_text = f"; failing: {'; '.join(causes)}" if causes else ""
     left = math.ceil(max(silent.values(), default=0.0))
     if not silent:
-        text = f"{report.voting} {of_them} answer{needed}{failing}"
-    elif failing or report.has_quorum:
+        text = f"{report.voting} {of_nodes} answer{needed_text}{failing_text}"
+    elif failing_text or report.has_quorum:
         waiting = f"new or restarted nodes wait {left} s: {', '.join(silent)}"
-        text = f"{report.voting} {of_them} may grant locks{needed} ({waiting}){failing}"
+        text = f"{report.voting} {of_nodes} may grant locks{needed_text} ({waiting}){failing_text}"
     else:
         text = (
-            f"{report.voting} {of_them} may grant locks yet (new or restarted nodes wait {left} "
+            f"{report.voting} {of_nodes} may grant locks yet (new or restarted nodes wait {left} "
             "s). To skip the wait on a new cluster: celery -A APP redlock trust --all"
         )
     level = logging.WARNING
     if report.voting == nodes:
         level = logging.INFO
-    elif failing and not report.has_quorum:
+    elif failing_text and not report.has_quorum:
         # without a failing node the wait ends by itself
         level = logging.ERROR
         text = anchors.see(text, anchors.NO_QUORUM)

@@ -28,7 +28,7 @@ from celery_redlock.tasks.execution.run import lock_of, lock_of_run, run_of
 from celery_redlock.tasks.sending import (
     check_send,
     checked_options,
-    given_options,
+    options_mapping,
     publish_through,
     queue_needed,
     write_header,
@@ -186,9 +186,9 @@ class LockedTask(Task):
         queue: its name; None for the queue to which the task is routed. lock: the options of a
         call, as in `apply_async`. `str()` of the result is a table. Raises SettingsError.
         """
-        own = queue_needed(self, "lock_options") if queue is None else queue
-        call_options = given_options({} if lock is None else lock)
-        return config_of(self).effective_options(own, call_options)
+        queue_name = queue_needed(self, "lock_options") if queue is None else queue
+        call_options = options_mapping({} if lock is None else lock)
+        return config_of(self).effective_options(queue_name, call_options)
 
     def apply_async(self, args: Any = None, kwargs: Any = None, *more: Any, **options: Any) -> Any:
         """Send the task, as Celery does; `lock={"ttl": 60}` sets options for this call alone.
@@ -227,13 +227,13 @@ class LockedTask(Task):
 
         Also beside headers that the retry is given, or that came in one called "headers".
         """
-        retried = self.request if request is None else request
-        carried = retried.get(HEADER)
-        own = own_headers(retried)
-        if carried and ("headers" in options or HEADER not in (retried.headers or {})):
-            options["headers"] = {HEADER: carried, **(options.get("headers") or own)}
-        elif RUN_STATE in (retried.headers or {}):  # Celery takes it of a copy for a header
-            options.setdefault("headers", own)
+        run_request = self.request if request is None else request
+        carried = run_request.get(HEADER)
+        user_headers = own_headers(run_request)
+        if carried and ("headers" in options or HEADER not in (run_request.headers or {})):
+            options["headers"] = {HEADER: carried, **(options.get("headers") or user_headers)}
+        elif RUN_STATE in (run_request.headers or {}):  # Celery takes it of a copy for a header
+            options.setdefault("headers", user_headers)
         return super().signature_from_request(request, args, kwargs, queue, **options)
 
     def chunks(self, it: Any, n: int) -> NoReturn:
@@ -248,9 +248,9 @@ class LockedTask(Task):
         """Refuse: the body would be called directly, without the lock. Raises RedlockError."""
         self._refuse("starmap")
 
-    def _refuse(self, what: str) -> NoReturn:
+    def _refuse(self, name: str) -> NoReturn:
         raise RedlockError(
-            f"{self.name}.{what} would call the body inside another task's run, without its lock: "
+            f"{self.name}.{name} would call the body inside another task's run, without its lock: "
             f"use group({self.name}.s(...) for ...) instead"
         )
 
@@ -285,7 +285,7 @@ def check_declaration(task: LockedTask) -> None:
 
 
 def prepare_apply(task: LockedTask, options: dict[str, Any]) -> None:
-    """Check what `apply` is given, and put its `lock` where a run looks for it."""
+    """Check the options of an `apply`, and write its `lock` into the header that the run reads."""
     check_outside(options)
     if "lock" in options:
         options["task_id"] = options.get("task_id") or str(uuid4())

@@ -29,7 +29,7 @@ OnGiveUp = Literal["fail", "skip"]
 OnLost = Literal["abort", "warn"]
 OnUnreachable = Literal["defer", "fail", "run"]
 UniqueUntil = Literal["started", "finished", "expired"]
-OnDuplicate = Literal["existing", "fail"]
+OnDuplicate = Literal["existing", "fail", "newest"]
 
 
 class TaskOptions(TypedDict, total=False):

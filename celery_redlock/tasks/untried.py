@@ -69,7 +69,7 @@ def _known_refusal(room: WaitingRoom, delivery: Delivery, request: Any) -> Refus
     """Return the refusal that a run would get; None if that is not known. Raises RedlockError."""
     config = config_of(delivery.task)
     queue = delivery.queue(config.queues)
-    options = config.options_for(queue, config.heeded(delivery.header.options))
+    options = config.options_for(queue, config.allowed_options(delivery.header.options))
     if options.on_conflict != "defer" or options.wait > 0:
         return None
     if callable(options.key) or callable(options.limit):  # never called in the event loop
@@ -78,10 +78,16 @@ def _known_refusal(room: WaitingRoom, delivery: Delivery, request: Any) -> Refus
     call = TaskCall(delivery.task, *arguments, queue)
     resources = config.resources(options, call)
     ordered, limits, rates = config.keys(options, call, resources)
-    asked = [QueueKey.of(one, (limits or {}).get(one, 1), "") for one in ordered]
+    queue_keys = [
+        QueueKey.of(resource, (limits or {}).get(resource, 1), "") for resource in ordered
+    ]
     if rates is not None:
-        asked += [QueueKey(name_of_rate(one), rates[one]) for one in ordered if one in rates]
-    error = room.refusal_of(request, asked)
+        queue_keys += [
+            QueueKey(name_of_rate(resource), rates[resource])
+            for resource in ordered
+            if resource in rates
+        ]
+    error = room.refusal_of(request, queue_keys)
     if error is None:
         return None
     now = time_of_nodes(delivery.task.app)

@@ -39,13 +39,13 @@ from celery_redlock.tasks.delivery.delivery import (
 )
 from celery_redlock.tasks.delivery.header import DEATHS, HEADER, LockHeader
 from celery_redlock.tasks.delivery.republish import publish
-from celery_redlock.tasks.delivery.route import CAME_BACK, QUEUE
+from celery_redlock.tasks.delivery.route import DELAYED_EXCHANGE, QUEUE_INFO
 from celery_redlock.tasks.execution.outcomes import Deferred
-from celery_redlock.tasks.recovery.keeper import MovedAwayError, refused, still_owned
+from celery_redlock.tasks.recovery.keeper import MovedAwayError, moved_requests, still_owned
 from celery_redlock.tasks.recovery.step import QUICK_ACK
 from celery_redlock.tasks.reporting import StateReporter
 from celery_redlock.tasks.unique.claim import end_claim
-from celery_redlock.tasks.waiting.room import rooms_of
+from celery_redlock.tasks.waiting.room import has_room, rooms_of
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ def noop(*_: Any, **__: Any) -> None:
     """Do nothing."""
 
 
-def is_this_flow(pid: int) -> bool:
+def is_this_thread(pid: int) -> bool:
     """Return whether a run has begun in this thread or greenlet, not in a child. pid: the pool's.
 
     Source: celery.concurrency.gevent gives the id of the greenlet as the pid.
@@ -79,33 +79,34 @@ class Request(celery.worker.request.Request):
     is_deferred_here = False
 
     def __init__(self, message: Any, **options: Any) -> None:
-        """Note what only this process sees of a delivery, and where its message was sent to."""
+        """Record what only this process sees of a delivery, and restore where it was sent to."""
         super().__init__(message, **options)
-        carried = self.request_dict
-        info = message.delivery_info or {}
-        seen = Seen(
-            received=received_at(self.eta),
-            queue=info.get(QUEUE),
-            named_at=None,
-            has_room=any(rooms_of(self.app)),
-            nested="headers" in carried and not options.get("decoded"),
-        )
+        request_dict = self.request_dict
+        delivery_info = message.delivery_info or {}
+        seen: Seen = {
+            "received": received_at(self.eta),
+            "queue": delivery_info.get(QUEUE_INFO),
+            "named_at": None,
+            "has_room": has_room(self.app),
+            "nested": "headers" in request_dict and not options.get("decoded"),
+        }
         # a new mapping: the message's own may go back to the broker. A sender may write the name
-        properties = {**carried["properties"], SEEN: seen}
-        if self.content_type is not None:  # most brokers' properties leave it out
-            properties["content_type"] = self.content_type
-        carried["properties"] = properties
-        if HEADER in carried:
+        properties = {**request_dict["properties"], SEEN: seen}
+        content_type = self.content_type
+        if content_type is not None:  # most brokers' properties leave it out
+            properties["content_type"] = content_type
+        request_dict["properties"] = properties
+        if HEADER in request_dict:
             self._ask(self._restore_route)
 
     def _restore_route(self) -> None:
-        """Let the run see the exchange and routing key that its message was sent to, if noted."""
+        """Set the exchange and routing key that the message was sent to, if its header has them."""
         origin = RunState.of(self._context).header.origin
-        info = self.delivery_info
+        delivery_info = self.delivery_info
         if origin is None or not origin.exchange or not origin.queue:
             return
-        if not info["exchange"] and info["routing_key"] == origin.queue:
-            info.update(exchange=origin.exchange, routing_key=origin.routing_key)
+        if not delivery_info["exchange"] and delivery_info["routing_key"] == origin.queue:
+            delivery_info.update(exchange=origin.exchange, routing_key=origin.routing_key)
 
     def _ask(self, question: Callable[[], object]) -> bool:
         """Return an answer from the lock header; after an error the message goes on without it.
@@ -131,7 +132,7 @@ class Request(celery.worker.request.Request):
     @property
     def _is_for_another_queue(self) -> bool:
         # the exchange first, for it is at hand: of most deliveries nothing else needs to be read
-        return self.delivery_info["exchange"] == CAME_BACK and self._ask(
+        return self.delivery_info["exchange"] == DELAYED_EXCHANGE and self._ask(
             lambda: self.delivery.is_for_another_queue
         )
 
@@ -174,35 +175,35 @@ class Request(celery.worker.request.Request):
             self._write_header(self.delivery.header.revoked())
             return
         state.task_ready(self)
-        how = {"terminated": terminated, "signum": signum, "expired": expired}
+        fields = {"terminated": terminated, "signum": signum, "expired": expired}
         thread = next((room.states for room in rooms_of(self.app)), None)
         reporter = StateReporter(self.task, self._context, self.send_event, thread)
         was_deferred = self._ask(lambda: self.delivery.was_deferred)
-        reporter.show_revoked(reason, was_deferred=was_deferred, **how)
+        reporter.show_revoked(reason, was_deferred=was_deferred, **fields)
         self._already_revoked = True
 
         def end() -> None:
             self.acknowledge()
-            task_revoked.send(self.task, request=self._context, **how)  # ends its claim
+            task_revoked.send(self.task, request=self._context, **fields)  # ends its claim
 
         if terminated:  # at once: the end of its child could have the message requeued
             end()
-        then = noop if terminated else end
-        reporter.revoked_untried(reason, store_result=self.store_errors, then=then)
+        on_end = noop if terminated else end
+        reporter.revoked_untried(reason, store_result=self.store_errors, on_end=on_end)
 
     def on_accepted(self, pid: int, time_accepted: float) -> None:
-        """Begin the run; of one that was moved while it waited for a thread, have the run end.
+        """Begin the run; if the message was moved while it waited for a thread, let the run end.
 
         Source: celery.concurrency.base: apply_target calls it in the thread or greenlet of the run.
         """
         tag = str(self.message.delivery_tag)
-        if is_this_flow(pid) and not still_owned(tag):
-            refused[tag] = self
+        if is_this_thread(pid) and not still_owned(tag):
+            moved_requests[tag] = self
             return
         super().on_accepted(pid, time_accepted)
 
     def _leave(self) -> None:
-        """Drop the message from this worker's own books: it was moved, so another worker has it.
+        """Drop the message from this worker's records: it was moved, so another worker has it.
 
         It is not acknowledged, and not published again at a warm shutdown.
         """
@@ -280,13 +281,13 @@ class Request(celery.worker.request.Request):
             self._leave()
             return True
         delivery = self.delivery
-        left = self.eta - utc_now()
+        remaining = self.eta - utc_now()
         delivery.state.arguments = self.args, self.kwargs
         header = delivery.header
         if self._apply_result is not None:
             header = header.redelivered()
         try:
-            publish(delivery, header, max(0.0, left.total_seconds()))
+            publish(delivery, header, max(0.0, remaining.total_seconds()))
         except Exception as error:
             text = "cannot republish %s: %s; the message stays with the broker"
             extra = delivery.log_extra("republish_failed")
@@ -327,19 +328,19 @@ class Request(celery.worker.request.Request):
             return
         super().terminate(pool, signal)
 
-    def cancel(self, pool: Any, signal: Any = None, **how: Any) -> None:
+    def cancel(self, pool: Any, signal: Any = None, **options: Any) -> None:
         """End the run for a shutdown or a lost connection; a late message stays with the broker.
 
         Source: celery.concurrency.gevent reports a killed greenlet as one that has returned, which
         acknowledges its message.
         """
         if not pool.is_green:
-            super().cancel(pool, signal, **how)
+            super().cancel(pool, signal, **options)
             return
         if self.task.acks_late:
             self._on_ack = noop
         # the handler runs in the event loop: nothing may wait there, nor raise past later requests
-        pool.spawn_n(super().cancel, pool, signal, **how)
+        pool.spawn_n(super().cancel, pool, signal, **options)
 
     def _announce_end(self) -> None:
         if self.task.acks_late:

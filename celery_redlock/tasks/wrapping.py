@@ -1,4 +1,4 @@
-"""What stands around a task's `run`, `__call__` and hooks, and what Celery keeps of our errors.
+"""The wrappers of a task's `run`, `__call__` and hooks, and the tracebacks of our errors.
 
 The wrapper runs inside Celery's tracer: a signal handler before the run could not stop it, and the
 tracer handles what is raised here as any task's exception.
@@ -35,9 +35,11 @@ _can_be_quick = hasattr(trace, "ExceptionInfo") and (
     ExceptionInfo is not object and ExceptionWithTraceback is not None
 )
 
-_OURS = "celery_redlock."
-_CALLS_BODIES = ("celery.map", "celery.starmap", "celery.chunks")
-_MOST_KEPT = 100  # of tracebacks; another tool may put frames of generated code around a run
+_PACKAGE_PREFIX = "celery_redlock."
+_MAP_TASKS = ("celery.map", "celery.starmap", "celery.chunks")
+_MAX_CACHED = (
+    100  # tracebacks; a tool may put frames of generated code around a run, new ones each time
+)
 
 
 def wrap_run(body: Any) -> Body:
@@ -76,25 +78,29 @@ def wrap_run(body: Any) -> Body:
 
 
 def request_of_run(task: Any) -> Any:
-    """Return the request on top; it shares what is kept of a run with the request of the tracer.
+    """Return the request on top of the stack; it shares its attributes with the tracer's request.
 
     A tool may call the task, where Celery's tracer calls its `run`: an agent that hands a proxy of
     the task to the tracer, for example. Outside `celery worker` a call pushes a copy of the
     request, and task_postrun would not find there what the run has registered on the copy.
     Source: celery.app.task: `Task.__call__` and `push_request`.
     """
-    request = task.request
     stack = task.request_stack.stack
+    if not stack:
+        return task.request
+    request = stack[-1]  # `task.request` would look the stack up once more
     if len(stack) > 1:
-        kept = request.__dict__.get(RUN_STATE)
-        traced = next(one for one in stack if one.__dict__.get(RUN_STATE) is kept)
-        if kept is not None and traced is not request:
+        state = request.__dict__.get(RUN_STATE)
+        traced = next(
+            candidate for candidate in stack if candidate.__dict__.get(RUN_STATE) is state
+        )
+        if state is not None and traced is not request:
             request.__dict__ = traced.__dict__
     return request
 
 
 def wrap_hook(hook: Any) -> Body:
-    """Return a hook of the user's, as it stands in the class; the run learns that it was called.
+    """Return a user's hook with a wrapper that sets `outcome_stored` of the run.
 
     Source: celery.app.trace calls hooks when the outcome is stored and links and retry are
     published. Their errors pass through the tracer, which does not say where they come from.
@@ -106,11 +112,11 @@ def wrap_hook(hook: Any) -> Body:
         if run is not None:
             run.outcome_stored = True
             return bound_to(self, hook)(*args, **kwargs)
-        before = hook_outside_run.set(True)
+        context_token = hook_outside_run.set(True)
         try:
             return bound_to(self, hook)(*args, **kwargs)
         finally:
-            hook_outside_run.reset(before)
+            hook_outside_run.reset(context_token)
 
     functools.update_wrapper(call, hook)
     call.redlock_wrapper = call  # type: ignore[attr-defined]
@@ -120,14 +126,14 @@ def wrap_hook(hook: Any) -> Body:
 def refuse_map(task: Any) -> None:
     """Raise RedlockError if chunks, map or starmap calls this body: it would take no lock."""
     caller = task.app.current_worker_task
-    if caller is not None and caller.name in _CALLS_BODIES:
+    if caller is not None and caller.name in _MAP_TASKS:
         raise RedlockError(
             f"{task.name} is called by {caller.name}, directly and so without its lock: use a "
             "group of its signatures instead of chunks, map or starmap"
         )
 
 
-_BETWEEN = frozenset(
+_HIDDEN_CODE = frozenset(
     function.__code__
     for function in (
         LockedRun.execute, LockedRun._run_body, LockedRun._run_monitored, MonitoredBody.run,
@@ -137,20 +143,22 @@ _BETWEEN = frozenset(
 
 
 def hide_own_frames(error: BaseException) -> None:
-    """Leave of our frames in a traceback the wrapper's alone; called there, with what passes it.
+    """Remove this package's frames from a traceback, but for the wrapper's, which calls this.
 
-    A body's own error shows its own frames, and its chain. What ends a run without its body shows
-    that alone: its traceback is always the same. An unforeseen error of ours stays whole.
+    The error of a body keeps the body's frames and its chain. An error that ends a run without its
+    body keeps the wrapper's frame alone, so its traceback is always the same. An unexpected error
+    of this package stays whole.
     """
-    first = error.__traceback__
-    inner = None if first is None else first.tb_next
-    while inner is not None and inner.tb_frame.f_code in _BETWEEN:
-        inner = inner.tb_next
-    module = "" if inner is None else inner.tb_frame.f_globals.get("__name__") or "unnamed"
-    is_of_body = bool(module) and not module.startswith(_OURS)
-    if first is None or not (is_of_body or isinstance(error, (Ignore, Reject, RedlockError))):
+    wrapper_entry = error.__traceback__
+    entry = None if wrapper_entry is None else wrapper_entry.tb_next
+    while entry is not None and entry.tb_frame.f_code in _HIDDEN_CODE:
+        entry = entry.tb_next
+    module = "" if entry is None else entry.tb_frame.f_globals.get("__name__") or "unnamed"
+    is_of_body = bool(module) and not module.startswith(_PACKAGE_PREFIX)
+    is_expected = is_of_body or isinstance(error, (Ignore, Reject, RedlockError))
+    if wrapper_entry is None or not is_expected:
         return
-    first.tb_next = inner if is_of_body else None
+    wrapper_entry.tb_next = entry if is_of_body else None
     if not is_of_body:
         error.__context__ = None
         if isinstance(error, (Ignore, Reject)):
@@ -167,7 +175,7 @@ def keep_tracebacks(**_: Any) -> None:
         trace.ExceptionInfo = QuickExceptionInfo
 
 
-class _CountsBilliards(type):
+class _BilliardInstances(type):
     """Counts billiard's instances and subclasses: other code may look for them by this name."""
 
     def __instancecheck__(cls, instance: Any) -> bool:
@@ -177,7 +185,7 @@ class _CountsBilliards(type):
         return (ExceptionInfo if cls is QuickExceptionInfo else cls) in subclass.__mro__
 
 
-class QuickExceptionInfo(ExceptionInfo, metaclass=_CountsBilliards):
+class QuickExceptionInfo(ExceptionInfo, metaclass=_BilliardInstances):
     """billiard's ExceptionInfo, made at little cost for an error that ends a run without a body.
 
     It took half of the time of a deferral: billiard copies the position of each instruction of
@@ -185,44 +193,45 @@ class QuickExceptionInfo(ExceptionInfo, metaclass=_CountsBilliards):
     such an error. `tb`, which Celery does not read, leaves out the tracer's frame.
     """
 
-    def __new__(cls, *given: Any, **options: Any) -> Any:
-        """Return an ExceptionInfo of billiard's own class. given, options: as it takes them."""
+    def __new__(cls, *args: Any, **options: Any) -> Any:
+        """Return an ExceptionInfo of billiard's own class. args, options: as it takes them."""
         if cls is not QuickExceptionInfo:
             return super().__new__(cls)
-        error = None if given or options.get("exc_info") else sys.exc_info()[1]
-        way = None if error is None else _way_of(error)
-        if error is None or way is None:
-            return ExceptionInfo(*given, **options)
+        error = None if args or options.get("exc_info") else sys.exc_info()[1]
+        path = None if error is None else _frame_path_of(error)
+        if error is None or path is None:
+            return ExceptionInfo(*args, **options)
         last_line = "".join(traceback.format_exception_only(type(error), error))
-        if way not in _kept:
-            made = ExceptionInfo(**options)
-            made.tb = made.tb.tb_next
-            if made.traceback.endswith(last_line) and len(_kept) < _MOST_KEPT:
-                _kept[way] = made.tb, made.traceback.removesuffix(last_line)
-            return made
+        if path not in _traceback_cache:
+            full_info = ExceptionInfo(**options)
+            full_info.tb = full_info.tb.tb_next
+            if full_info.traceback.endswith(last_line) and len(_traceback_cache) < _MAX_CACHED:
+                _traceback_cache[path] = full_info.tb, full_info.traceback.removesuffix(last_line)
+            return full_info
         info = ExceptionInfo.__new__(ExceptionInfo)
         info.type = type(error)
         info.internal = options.get("internal", False)
-        info.tb, before = _kept[way]
-        info.traceback = before + last_line
+        info.tb, text_before = _traceback_cache[path]
+        info.traceback = text_before + last_line
         info.exception = ExceptionWithTraceback(error, info.traceback)
         return info
 
 
-Way = tuple[tuple[types.CodeType, int], ...]  # the code of each frame, and the place in it
-_kept: dict[Way, tuple[Any, str]] = {}  # billiard's traceback, and the text before the error's own
+FramePath = tuple[tuple[types.CodeType, int], ...]  # the code of each frame, and the place in it
+# billiard's traceback, and its text before the last line
+_traceback_cache: dict[FramePath, tuple[Any, str]] = {}
 
 
-def _way_of(error: BaseException) -> Way | None:
+def _frame_path_of(error: BaseException) -> FramePath | None:
     """Return the frames that an error has passed if it ends a run without a body, else None."""
     is_alone = error.__cause__ is None and error.__context__ is None
     if not (isinstance(error, Ignore) and is_alone):
         return None
-    way = []
+    path = []
     frame = None
-    one = error.__traceback__
-    while one is not None:
-        frame = one.tb_frame
-        way.append((frame.f_code, one.tb_lasti))
-        one = one.tb_next
-    return tuple(way) if frame is not None and frame.f_globals is globals() else None
+    entry = error.__traceback__
+    while entry is not None:
+        frame = entry.tb_frame
+        path.append((frame.f_code, entry.tb_lasti))
+        entry = entry.tb_next
+    return tuple(path) if frame is not None and frame.f_globals is globals() else None

@@ -11,7 +11,6 @@ Read `node.py` first: a `FakeNode` is a lock node without a server.
   a lock, check that it was released, or run without any lock. `use_nodes` gives an app other nodes.
 - `servers.py`: `EmbeddedNode`, `WorkerProcess`, `embedded_nodes`: real servers and workers, which a
   test kills and pauses.
-- `reaper.py`: `watch`, `forget`, `reap`: kills servers and workers if the test run dies.
 
 Not here: the fixtures; pytest finds them in `pytest_celery_redlock`, beside the package. Needs the
 extra `celery_redlock[testing]`; no other folder imports this one. Examples: docs/how-to/test.md.

@@ -12,7 +12,6 @@ import itertools
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -36,8 +35,8 @@ from celery_redlock.tasks.unique.claim import Claim
 from celery_redlock_entry import without_proxy
 
 POLL_INTERVAL = 0.02  # seconds between two checks of a condition
-_targets: list[Any] = []  # of `default_target`, the innermost last
-_tokens = itertools.count(1)  # of `Unlocked`
+_targets: list[Any] = []  # set by `default_target`, the innermost last
+_tokens = itertools.count(1)  # fencing tokens of `Unlocked`
 
 
 def trust_nodes(nodes: Sequence[Any], prefix: str = "redlock") -> None:
@@ -55,7 +54,7 @@ def use_nodes(app: Any, nodes: Sequence[Any]) -> Iterator[Redlock]:
     target of `hold`, `lose` and `assert_released`.
     """
     app = without_proxy(app)
-    before = app.conf.get("redlock_nodes")
+    earlier_nodes = app.conf.get("redlock_nodes")
     app.conf.redlock_nodes = [getattr(node, "url", node) for node in nodes]
     forget(app)
     try:
@@ -64,7 +63,7 @@ def use_nodes(app: Any, nodes: Sequence[Any]) -> Iterator[Redlock]:
             with default_target(redlock):
                 yield redlock
     finally:
-        app.conf.redlock_nodes = before
+        app.conf.redlock_nodes = earlier_nodes
         forget(app)
 
 
@@ -91,9 +90,9 @@ def hold(
     and in errors.
     Raises LockTaken if the resources are held already.
     """
-    with _redlock_on(on) as redlock, _other_client(redlock) as other:
-        options = other.lock(resources, ttl=ttl, renew=renew, limit=limit).ownership.options
-        with Lock(other, replace(options, label=by)) as lock:
+    with _redlock_on(on) as redlock, _other_client(redlock) as client:
+        options = client.lock(resources, ttl=ttl, renew=renew, limit=limit).ownership.options
+        with Lock(client, options._replace(label=by)) as lock:
             yield lock
 
 
@@ -116,7 +115,11 @@ def lose(resource: str | Lock, *, on: Any = None, within: float = 5.0) -> None:
             break_lock(redlock.session, lock)
     for session, acquisition in holders:
         session.renewer.renew([acquisition])
-    if not _eventually(lambda: not any(a.held(s.clock.now()) for s, a in holders), within):
+
+    def is_lost() -> bool:
+        return not any(acquisition.held(session.clock.now()) for session, acquisition in holders)
+
+    if not _eventually(is_lost, within):
         raise AssertionError(f"{', '.join(names)!r} is still held after {within:g} s")
 
 
@@ -127,30 +130,32 @@ def assert_released(*resources: str, on: Any = None, within: float = 5.0) -> Non
     Raises AssertionError, which names each lock, its holder, its nodes and the time of its acquire.
     """
     with _redlock_on(on) as redlock:
-        found: list[LockList] = []
+        lock_lists: list[LockList] = []
 
         def is_free() -> bool:
-            found[:] = [redlock.locks(name) for name in resources or (None,)]
-            return not any(sight.locks or sight.failing for sight in found)
+            lock_lists[:] = [redlock.locks(name) for name in resources or (None,)]
+            return not any(lock_list.locks or lock_list.failing for lock_list in lock_lists)
 
         if _eventually(is_free, within):
             return
         total = len(redlock.session.nodes.all)
-        lines = [describe(lock, total) for sight in found for lock in sight.locks]
-        failing = {node: cause for sight in found for node, cause in sight.failing.items()}
+        lines = [describe(lock, total) for lock_list in lock_lists for lock in lock_list.locks]
+        failing = {
+            node: cause for lock_list in lock_lists for node, cause in lock_list.failing.items()
+        }
         lines += [f"{node} cannot be asked: {cause}" for node, cause in failing.items()]
         raise AssertionError(f"not released after {within:g} s:\n  " + "\n  ".join(lines))
 
 
 def describe(lock: LockReport, nodes: int) -> str:
     permit = f" (permit {lock.permit})" if lock.permit else ""
-    since = "since an unknown time"
+    held_since = "since an unknown time"
     if lock.since is not None:
         acquired_at = dt.datetime.fromisoformat(lock.since)
-        since = f"since {acquired_at:%Y-%m-%d %H:%M:%S} UTC ({lock.held_for:.1f} s)"
-    on = ", ".join(f"{node} ({left:.1f} s left)" for node, left in lock.votes.items())
+        held_since = f"since {acquired_at:%Y-%m-%d %H:%M:%S} UTC ({lock.held_for:.1f} s)"
+    node_texts = ", ".join(f"{node} ({seconds:.1f} s left)" for node, seconds in lock.votes.items())
     holder = f"{lock.resource!r}{permit} is held by {str(lock.holder)!r}"
-    return f"{holder} {since} on {len(lock.votes)} of {nodes} nodes: {on}"
+    return f"{holder} {held_since} on {len(lock.votes)} of {nodes} nodes: {node_texts}"
 
 
 def _other_client(redlock: Redlock) -> Redlock:
@@ -185,17 +190,17 @@ def _holders_of(lock: LockReport) -> list[tuple[Session, Acquisition]]:
         (session, acquisition)
         for session in sessions()
         for acquisition in session.watchdog.watched
-        for one in acquisition.leases
-        if one.value == text_of(lock.value)
+        for lease in acquisition.leases
+        if lease.value == text_of(lock.value)
     ]
 
 
-def _eventually(is_true: Callable[[], bool], within: float) -> bool:
-    """Return whether a condition comes true in time. within: seconds of the machine's time."""
+def _eventually(is_true: Callable[[], bool], timeout: float) -> bool:
+    """Return whether a condition comes true in time. timeout: seconds of the machine's time."""
     clock = SystemClock()
-    end = clock.now() + within
+    deadline = clock.now() + timeout
     while not is_true():
-        if clock.now() > end:
+        if clock.now() > deadline:
             return False
         time.sleep(POLL_INTERVAL)
     return True
@@ -211,7 +216,7 @@ class Unlocked(Acquisition):
         self._token = next(_tokens)
 
     def held(self, now: float) -> bool:
-        """Return True; it is not asked after its release."""
+        """Return True: it is not called after the release."""
         return True
 
     def lost(self, now: float) -> bool:
@@ -262,7 +267,7 @@ def locking_off() -> Iterator[None]:
     def send(claim: Claim, publish: Any) -> Any:
         return publish(None) if is_off() else claiming_send(claim, publish)
 
-    # by name: a test fails if a send is deduplicated by a method of another name
+    # a test fails if another method takes over one of these steps
     with (
         mock.patch.object(Acquirer, "try_acquire", try_acquire),
         mock.patch.object(Claim, "send", send),

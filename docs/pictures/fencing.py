@@ -32,7 +32,7 @@ from docs.pictures.drawing import (
 
 PICTURE = FOLDER / "fencing.svg"
 FIRST, SECOND = 33, 34  # fencing tokens
-UPDATE = "UPDATE ... SET fence = :token ... WHERE fence < :token"
+UPDATE = "UPDATE ... SET fence = :token ... WHERE fence <= :token"
 TITLE = "A fencing token refuses a late write"
 DESCRIPTION = (
     f"Task 1 gets the lock with fencing token {FIRST} and is paused. Its lock expires. Task 2 gets "

@@ -2,7 +2,12 @@
 
 import asyncio
 
-from celery_redlock import LockLost, LockTaken, QuorumUnreachable
+from celery_redlock import (
+    DuplicateTask,
+    LockLost,
+    LockTaken,
+    QuorumUnreachable,
+)
 from fastapi import FastAPI, HTTPException
 
 import warehouse
@@ -16,6 +21,16 @@ app = FastAPI()
 def ask_for_recount(sku: str) -> dict[str, str]:
     """Send the task, or return the id of the one that is sent already."""
     return {"task": recount.delay(sku).id}
+
+
+@app.post("/stock/{sku}/count", status_code=202)
+def count_once(sku: str) -> dict[str, str]:
+    """Send the task; a second click is answered by 409."""
+    options = {"on_duplicate": "fail"}
+    try:
+        return {"task": recount.apply_async((sku,), lock=options).id}
+    except DuplicateTask as error:
+        raise HTTPException(409, f"{sku} is being counted") from error
 
 
 @app.post("/stock/{sku}/pick")

@@ -12,6 +12,7 @@ from typing import TypeVar
 import pytest
 from celery import Celery
 from redis import Redis
+from sqlalchemy import make_url
 
 from celery_redlock import Redlock
 from celery_redlock.lock.postgres.address import address_of
@@ -25,6 +26,7 @@ from tests.contract.postgres_calls import Session, postgres, sessions_on
 from tests.contract.proxy import Proxy, proxies
 from tests.contract.servers import Command
 from tests.contract.worker_leases import keeper_of, open_ledger
+from tests.mariadb import MariaDB
 from tests.postgres import PostgresNode
 
 T = TypeVar("T")
@@ -178,3 +180,36 @@ def sending_app(nodes: Nodes) -> Iterator[Celery]:
     yield app
     redlock_of(app).close()
     app.close()
+
+
+@pytest.fixture(scope="session")
+def database_url(
+    postgres_template: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[[str], str]]:
+    """Give a function from "sqlite", "postgresql" or "mariadb" to the URL of an own database.
+
+    Each server starts when it is asked for, and ends with the tests.
+    """
+    urls = {"sqlite": f"sqlite:///{tmp_path_factory.mktemp('database')}/shop.db"}
+    with contextlib.ExitStack() as stack:
+
+        def url_of(name: str) -> str:
+            if name == "mariadb" and name not in urls:
+                urls[name] = stack.enter_context(MariaDB()).url
+            if name == "postgresql" and name not in urls:
+                node = stack.enter_context(PostgresNode(postgres_template, fsync=False))
+                urls[name] = node.url.replace("postgresql:", "postgresql+psycopg:")
+            return urls[name]
+
+        yield url_of
+
+
+def for_django(url: str) -> dict[str, str]:
+    """Return the entry of Django's DATABASES for a URL of SQLAlchemy's."""
+    place = make_url(url)
+    known = {"postgresql": "postgresql", "mysql": "mysql", "sqlite": "sqlite3"}
+    given = {
+        "ENGINE": f"django.db.backends.{known[place.get_backend_name()]}",
+        "NAME": place.database, "USER": place.username, "HOST": place.host, "PORT": place.port,
+    }  # fmt: skip
+    return {name: str(value) for name, value in given.items() if value is not None}

@@ -604,7 +604,7 @@ def calling(urls: Sequence[str], environment: Mapping[str, str] | None = None) -
 
 def obey(urls: Sequence[str]) -> None:
     """Be the process of a `Caller`; after minutes it looks for itself: only a release wakes it."""
-    retry.LONGEST_DEAF, retry.REGISTERED_FOR = FAR, 2 * FAR
+    retry.MAX_LISTENING_PAUSE, retry.REGISTRATION_TTL = FAR, 2 * FAR
     with Redlock(urls) as redlock:
         for line in sys.stdin:
             with redlock.lock(line.strip(), wait=WAIT):

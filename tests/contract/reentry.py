@@ -9,6 +9,7 @@ import contextlib
 import faulthandler
 import gc
 import itertools
+import os
 import random
 import signal
 import sys
@@ -106,8 +107,12 @@ def acquire_at_every_point(made: Redlock) -> int:
 
 
 def at_random(made: Redlock, witness: Redis) -> int:
-    """Take turns under a barrage of signals and collections; returns how many signals came."""
+    """Take turns under a barrage of signals and collections; returns how many signals came.
+
+    Another process does the same: it meets this one in "shared" alone.
+    """
     numbers, held, struck = itertools.count(), list[Lock](), itertools.count()
+    own = os.getpid()
     turns = 0
 
     def strike(number: int, frame: Any) -> None:
@@ -115,7 +120,7 @@ def at_random(made: Redlock, witness: Redis) -> int:
         if held:
             held.pop().release()
         with contextlib.suppress(NotAcquired):
-            held.append(lock_of(made, f"handler{next(numbers)}").acquire())
+            held.append(lock_of(made, f"handler{own}-{next(numbers)}").acquire())
         if turns < TURNS:
             signal.setitimer(signal.ITIMER_REAL, random.uniform(0, TICK))
 
@@ -125,8 +130,8 @@ def at_random(made: Redlock, witness: Redis) -> int:
     while turns < TURNS:
         with contextlib.suppress(NotAcquired):
             number = next(numbers)
-            kept = lock_of(made, f"kept{number}").acquire()
-            Keeps(kept, lock_of(made, f"finalizer{number}"))
+            kept = lock_of(made, f"kept{own}-{number}").acquire()
+            Keeps(kept, lock_of(made, f"finalizer{own}-{number}"))
             with lock_of(made, "shared", wait=0.05):
                 assert witness.set("inside", 1, nx=True), "two are inside"
                 assert witness.delete("inside")
@@ -152,10 +157,10 @@ def main(how: str, *urls: str) -> None:
                 done = release_itself_at_every_point(made, rival)
         else:
             done = {"release": release_at_every_point, "acquire": acquire_at_every_point}[how](made)
+        # the other process of a barrage may go on for long
+        names = f"{os.getpid()}-" if how == "random" else ""
         end = time.monotonic() + GONE_BY
-        while any(left := [client.keys("{redlock}:lock:*") for client in clients]):
-            if "random" in how and not any(set(keys) - {b"{redlock}:lock:shared"} for keys in left):
-                break  # the other process is inside
+        while any(left := [client.keys(f"{{redlock}}:lock:*{names}*") for client in clients]):
             assert time.monotonic() < end, left
             time.sleep(0.05)
     print(done)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from celery_redlock.tasks.delivery.acknowledge import SPARE
+from celery_redlock.tasks.delivery.acknowledge import SPARE_CONNECTIONS
 from celery_redlock.testing import EmbeddedNode
 from tests.contract import stories
 
@@ -55,13 +55,15 @@ def url(broker: EmbeddedNode) -> str:
     return broker.url
 
 
-def tell(url: str, story: str, connections: int = TURNS + SPARE) -> Any:
+def tell(url: str, story: str, connections: int = TURNS + SPARE_CONNECTIONS) -> Any:
     options = {"max_connections": connections}
     names = f"URL, SENT, OPTIONS = {url!r}, {SENT}, {options}\n"
     return stories.tell(stories.GEVENT, names + RECEIVED + story + END)
 
 
-@pytest.mark.parametrize(("connections", "turns"), [(TURNS + SPARE, TURNS), (SPARE, 1)])
+@pytest.mark.parametrize(
+    ("connections", "turns"), [(TURNS + SPARE_CONNECTIONS, TURNS), (SPARE_CONNECTIONS, 1)]
+)
 def test_no_more_acknowledge_at_once_and_each_has_its_turn(
     url: str, connections: int, turns: int
 ) -> None:

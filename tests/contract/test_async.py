@@ -24,9 +24,9 @@ from celery_redlock import (
     RedlockError,
     SettingsError,
 )
-from celery_redlock.lock.engine.callers import LONGEST_SPIN
+from celery_redlock.lock.engine.callers import MAX_SPIN
 from celery_redlock.lock.platform.clock import Platform, SystemClock
-from celery_redlock.lock.platform.coroutines import FEW_THREADS, ThreadPool, WorkItem
+from celery_redlock.lock.platform.coroutines import MIN_THREADS, ThreadPool, WorkItem
 from celery_redlock.lock.platform.threads import start_thread
 from celery_redlock.signals import lock_acquired
 from tests.conftest import (
@@ -352,7 +352,7 @@ class TestWoken:
                 await asyncio.to_thread(settle, rival)  # its release may come after our next try
             return statistics.median(hand_offs)
 
-        assert run(body) < LONGEST_SPIN / 2
+        assert run(body) < MAX_SPIN / 2
 
     def test_by_one_that_a_cancelled_waiter_has_heard(self, redlock: Redlock, nodes: Nodes) -> None:
         """A word is for the first in the line; if that one is cancelled, it is the next one's."""
@@ -367,7 +367,7 @@ class TestWoken:
             await come_true(lambda: hearing(redlock) == len(nodes))
             await asyncio.sleep(0.3)  # they try once more, since they are heard
             await come_true(lambda: not threads.unfinished)
-            busy, count = threading.Event(), max(threads.count, FEW_THREADS)
+            busy, count = threading.Event(), max(threads.count, MIN_THREADS)
             for _ in range(count):
                 threads.add(WorkItem(busy.wait, str))
             await lock.release_async()
@@ -381,7 +381,7 @@ class TestWoken:
         async def body() -> float:
             return statistics.median([await turn() for _ in range(5)])
 
-        assert run(body) < LONGEST_SPIN / 2
+        assert run(body) < MAX_SPIN / 2
         see_nothing_left(redlock, nodes)
 
 
@@ -539,7 +539,7 @@ class TestThreads:
             for node in mortal_nodes:
                 node.pause()
             run(body)
-            assert redlock.session.threads.count > FEW_THREADS
+            assert redlock.session.threads.count > MIN_THREADS
 
     def test_end_with_an_error_that_says_so_if_the_redlock_is_closed(
         self, redlock: Redlock, rival: Redlock
@@ -555,9 +555,9 @@ class TestThreads:
         with redlock.lock("r"):
             run(body)
 
-    @pytest.mark.parametrize("allowed", [1, FEW_THREADS])
+    @pytest.mark.parametrize("allowed", [1, MIN_THREADS])
     def test_go_on_if_the_system_has_no_thread_left(self, allowed: int) -> None:
-        left, steps = iter(range(allowed)), 3 * FEW_THREADS
+        left, steps = iter(range(allowed)), 3 * MIN_THREADS
 
         def start(run: Callable[[], None]) -> None:
             if next(left, None) is None:
@@ -593,12 +593,12 @@ class TestThreads:
         may_end.set()
         assert told.wait(FREED), "its coroutine waits for ever"
         told.clear()
-        for _ in range(FEW_THREADS):
+        for _ in range(MIN_THREADS):
             threads.add(WorkItem(bool, fail))
         threads.add(WorkItem(bool, told.set))
         assert told.wait(FREED), "no thread is left"
         threads.close()
-        eventually(lambda: len(raised) == 1 + FEW_THREADS)
+        eventually(lambda: len(raised) == 1 + MIN_THREADS)
         assert set(raised) == {ValueError}
         eventually(lambda: not threads.count)
 

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from celery_redlock import Lock, LockTaken, Redlock
-from celery_redlock.lock.engine.callers import LONGEST_SPIN, Caller
+from celery_redlock.lock.engine.callers import MAX_SPIN, Caller
 from celery_redlock.lock.model.keys import waiting_key
 from celery_redlock.lock.platform.clock import SystemClock
 from tests.conftest import (
@@ -144,7 +144,7 @@ def test_a_wait_that_is_cut_leaves_nothing_and_the_next_one_is_handed_the_lock(
                 break
         callers.leave(keeps_the_inbox_open)
     assert at > 50  # more, where it has the time to look again
-    assert statistics.median(hand_offs) < LONGEST_SPIN / 2  # long before a look
+    assert statistics.median(hand_offs) < MAX_SPIN / 2  # long before a look
     see_freed(nodes[:1], "r")
 
 

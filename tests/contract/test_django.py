@@ -48,6 +48,7 @@ def test_a_wrong_option_of_a_call_is_refused_before_the_commit(found: dict[str, 
 
 
 def test_what_is_missing_is_named() -> None:
-    code = "import sys; sys.modules['django'] = None; import celery_redlock.django"
+    code = "import sys; sys.modules['django'] = None"
+    code = f"{code}; from celery_redlock.django import LockedDjangoTask"
     ended = fork_server.run([sys.executable, "-c", code], cwd=ROOT)
     assert "celery_redlock.django needs Django: pip" in ended.stderr

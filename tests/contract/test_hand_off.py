@@ -263,11 +263,12 @@ def test_an_operator_that_breaks_a_lock_names_the_first(
 ) -> None:
     ears.listen(f"{INBOX}w1")
     register(client, "w1", 1.0)
-    redlock.lock("r").acquire()
+    lock = redlock.lock("r").acquire()
     (standing,) = redlock.locks("r").locks
     break_lock(redlock.session, standing)
     token = text_of(standing.value).partition(":")[0]
     assert ears.heard() == [("w1", f"0 {token} {WAITING}")]
+    lock.release()
 
 
 # processes that wait

@@ -9,10 +9,10 @@ import pytest
 from redis import Redis
 
 from celery_redlock import LockLost, LockTaken, Redlock
-from celery_redlock.lock.model.keys import MARK, guard_keys, lock_key, waiting_key
+from celery_redlock.lock.model.keys import HOLD_MARK, guard_keys, lock_key, waiting_key
 from celery_redlock.lock.model.options import LockOptions
 from celery_redlock.lock.server.requests import PERMIT, REGISTER
-from celery_redlock.lock.validation import MOST_PERMITS
+from celery_redlock.lock.validation import MAX_PERMITS
 from celery_redlock.operate.cli.hold import ResourceHold
 from celery_redlock.testing import EmbeddedNode
 from tests.conftest import Nodes, eventually, register, settle
@@ -22,7 +22,7 @@ from tests.contract.renewals import hurry
 BASE = lock_key("redlock", "r")
 RUN, QUIET = guard_keys("redlock")
 OPERATOR = "operator anna@ops-1: stock-taking"
-HELD = f"{MARK}h:1:{OPERATOR}"
+HELD = f"{HOLD_MARK}h:1:{OPERATOR}"
 
 
 def key_of(permit: int) -> str:
@@ -30,11 +30,10 @@ def key_of(permit: int) -> str:
 
 
 def options(**changed: Any) -> LockOptions:
-    made = LockOptions(
+    return LockOptions(
         resources=("r",), ttl=30.0, wait=0.0, renew=True, max_hold=None, label=OPERATOR,
         reentrant=False, is_hold=True,
-    )  # fmt: skip
-    return made if not changed else LockOptions(**{**vars(made), **changed})
+    )._replace(**changed)  # fmt: skip
 
 
 def ask(client: Redis, value: str = "mine", asked: str = "", quiet: str = "") -> Any:
@@ -48,7 +47,9 @@ def marked_permits(nodes: Nodes) -> list[int]:
     """Return the permits of which a quorum of nodes has a mark."""
     values = [[node.client().get(key_of(permit)) or "" for node in nodes] for permit in range(10)]
     needed = len(nodes) // 2 + 1
-    return [p for p, each in enumerate(values) if sum(v.startswith(MARK) for v in each) >= needed]
+    return [
+        p for p, each in enumerate(values) if sum(v.startswith(HOLD_MARK) for v in each) >= needed
+    ]
 
 
 class TestMark:
@@ -73,7 +74,7 @@ class TestMark:
         assert client.pttl(key_of(2)) > 9_000
 
     def test_it_refuses_no_other_hold(self, client: Redis) -> None:
-        assert ask(client, f"{MARK}g:1:other") == [1, 0, "010"]
+        assert ask(client, f"{HOLD_MARK}g:1:other") == [1, 0, "0h0"]
 
     @pytest.mark.parametrize(
         ("since", "limit", "free"), [("1.000", "3", 0), ("1.000", "1", 1), ("0.000", "3", 2)]
@@ -88,8 +89,8 @@ class TestMark:
         assert (rank, found, ms > 0) == (0, free, not free)
 
     def test_no_other_value_is_one(self, client: Redis) -> None:
-        client.set(key_of(1), f"t{MARK}:1:{MARK}", px=20_000)
-        assert ask(client) == [1, 0, "010"]
+        client.set(key_of(1), f"t{HOLD_MARK}:1:{HOLD_MARK}", px=20_000)
+        assert ask(client) == [1, 0, "0t0"]
 
 
 def test_a_mark_refuses_whoever_reads_it_whatever_his_limit(nodes: Nodes, redlock: Redlock) -> None:
@@ -97,7 +98,7 @@ def test_a_mark_refuses_whoever_reads_it_whatever_his_limit(nodes: Nodes, redloc
     held = redlock.lock("r", limit=3, reentrant=False).acquire()  # below the mark
     for node in nodes:
         node.client().set(key_of(3), HELD, px=60_000)
-    for limit in (4, 5, MOST_PERMITS):
+    for limit in (4, 5, MAX_PERMITS):
         with pytest.raises(LockTaken) as caught:
             redlock.lock("r", limit=limit, reentrant=False).acquire()
         assert caught.value.holder == OPERATOR

@@ -95,7 +95,7 @@ def test_close_connects_where_no_thread_can_be_started_any_more(
     for node in nodes:
         server = parse_address(node.url, "test", "nodes").server
         monkeypatch.setitem(installed, server, platform)
-    monkeypatch.setattr(node_module, "LINGER", 0.1)
+    monkeypatch.setattr(node_module, "CONNECTOR_IDLE_LIMIT", 0.1)
     redlock = Redlock([node.url for node in nodes], node_timeout=PATIENCE)
     settle(redlock)
     lock = redlock.lock("r").acquire()

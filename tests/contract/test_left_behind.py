@@ -11,7 +11,7 @@ from celery import Celery
 
 from celery_redlock import LockTaken, Redlock
 from celery_redlock.lock.client import session_of
-from celery_redlock.lock.engine.releaser import REPEATED_AFTER
+from celery_redlock.lock.engine.releaser import ORPHAN_RELEASE_DELAYS
 from celery_redlock.lock.model.acquisition import Acquisition
 from celery_redlock.lock.model.lease import Lease, LockKey
 from celery_redlock.lock.model.options import LockOptions
@@ -121,7 +121,7 @@ def test_a_request_of_the_dead_that_comes_after_their_release_leaves_no_lock(
 
 def comes_late(redlock: Redlock, nodes: Nodes) -> bool:
     """Let a key be set after its release, and see it go; False where this machine was too slow."""
-    until = time.monotonic() + REPEATED_AFTER[-1]
+    until = time.monotonic() + ORPHAN_RELEASE_DELAYS[-1]
     redlock.session.release_orphans(*left_by("k", "token:theirs"), 0.0)
     settle(redlock)
     for node in nodes:

@@ -9,7 +9,7 @@ import pytest
 from celery import Celery
 
 from celery_redlock import LockedTask, Redlock
-from celery_redlock.lock.transport.node import UNREAD_FOR
+from celery_redlock.lock.transport.node import UNREAD_LIMIT
 from celery_redlock.tasks.per_app import redlock_of
 from tests.conftest import NODE_TIMEOUT, PATIENCE, TTL, Nodes, eventually, settle
 from tests.contract.proxy import Proxy, Way
@@ -108,7 +108,7 @@ def test_connections_that_servers_end_while_they_are_idle_are_no_failure(
         before = [node.connection for node in nodes]
         for connection, line in zip(before, network, strict=True):
             assert connection is not None
-            connection.opened_at = connection.used_at = connection.used_at - 2 * UNREAD_FOR
+            connection.opened_at = connection.used_at = connection.used_at - 2 * UNREAD_LIMIT
             line.half_close(Way.TO_CLIENT)
         with redlock.lock("r") as lock:
             assert lock.held

@@ -61,13 +61,18 @@ class TestScript:
         self, client: Redis, first: int, granted: int
     ) -> None:
         taken(client, 1)
-        assert ask(client, first=first) == [1, granted, "010"]
+        assert ask(client, first=first) == [1, granted, "0t0"]
         assert client.get(key_of(granted)) == "mine"
         assert 10_000 < client.pttl(key_of(granted)) <= 30_000
 
     def test_the_search_goes_on_at_the_first_one(self, client: Redis) -> None:
         taken(client, 2)
-        assert ask(client, first=2) == [1, 0, "001"]
+        assert ask(client, first=2) == [1, 0, "00t"]
+
+    def test_a_view_names_a_holder_by_the_start_of_its_token(self, client: Redis) -> None:
+        for permit, value in enumerate(("0ab:1:x", "!7cd:1:x", "\u00e9")):
+            client.set(key_of(permit), value, px=20_000)
+        assert ask(client, "!mine")[-1] == "171"
 
     def test_a_request_sent_twice_keeps_its_permit_and_begins_its_ttl_anew(
         self, client: Redis
@@ -86,9 +91,9 @@ class TestScript:
         self, client: Redis
     ) -> None:
         taken(client, 2)
-        assert ask(client, first=0) == [1, 0, "001"]
+        assert ask(client, first=0) == [1, 0, "00t"]
         zero, ms, value, wall, view = ask(client, asked="2")
-        assert (zero, value, view, 0 < ms <= 20_000) == (0, "t2:other", "001", True)
+        assert (zero, value, view, 0 < ms <= 20_000) == (0, "t2:other", "00t", True)
         assert wall > 10**12
         assert not client.exists(key_of(0))
 
@@ -96,7 +101,7 @@ class TestScript:
         taken(client, 0, 2)
         taken(client, 1, px=5_000)
         zero, ms, value, _, view = ask(client, first=2)
-        assert (zero, value, view, 0 < ms <= 5_000) == (0, "t1:other", "111", True)
+        assert (zero, value, view, 0 < ms <= 5_000) == (0, "t1:other", "ttt", True)
         client.persist(key_of(1))
         assert ask(client)[2] == "t0:other"
         for permit in range(3):
@@ -137,7 +142,7 @@ class TestScript:
     ) -> None:
         client.rpush(key_of(0), "of another program")
         assert ask(client) == [1, 1, "100"]
-        assert ask(client, "theirs", asked="0")[::2] == [0, "", "110"]
+        assert ask(client, "theirs", asked="0")[::2] == [0, "", "1m0"]
         words = "mine", "", "3"
         assert client.eval(RELEASE.source.decode(), 2, BASE, "waiting", *words) == 1
         assert not client.exists(key_of(1))
@@ -194,6 +199,23 @@ class TestRounds:
             redlock.lock("r", limit=FULL).acquire()
         settle(redlock)
         assert all(run_of(node) - count <= 4 for node, count in zip(nodes, before, strict=True))
+
+    @MAJORITY
+    @REDIS_SERVER  # it counts its scripts
+    def test_holders_of_a_bare_majority_are_refused_with_one_round(
+        self, nodes: Nodes, redlock: Redlock
+    ) -> None:
+        """Holders that raced have their permits on two nodes; the third one grants its own."""
+        redlock.lock("another", limit=2).acquire().release()  # the nodes know the scripts then
+        settle(redlock)
+        for permit in range(FULL):
+            for node in (nodes[permit % 3], nodes[(permit + 1) % 3]):
+                node.client().set(key_of(permit), f"{permit:032x}:1:other", px=600_000)
+        before = [run_of(node) for node in nodes]
+        with pytest.raises(LockTaken):
+            redlock.lock("r", limit=FULL).acquire()
+        settle(redlock)
+        assert [run_of(node) - count for node, count in zip(nodes, before, strict=True)] == [2] * 3
 
     def test_all_free_permits_are_taken_by_rivals_at_once_and_no_more(
         self, nodes: Nodes, rivals: list[Redlock]

@@ -46,7 +46,7 @@ def node(postgres_template: Path) -> Iterator[PostgresNode]:
 @pytest.fixture
 def pool_of(node: PostgresNode) -> Iterator[Pooler]:
     """Give a pgbouncer before the node."""
-    address.told.clear()
+    address.warned_nodes.clear()
     with pooler(node) as made:
         yield made
 
@@ -259,8 +259,8 @@ class TestMessages:
     @pytest.fixture(autouse=True)
     def looks_if_deaf(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Let a waiter that hears look for itself after minutes: what wakes it is a message."""
-        monkeypatch.setattr(retry, "LONGEST_DEAF", LONG)
-        monkeypatch.setattr(retry, "REGISTERED_FOR", 2 * LONG)
+        monkeypatch.setattr(retry, "MAX_LISTENING_PAUSE", LONG)
+        monkeypatch.setattr(retry, "REGISTRATION_TTL", 2 * LONG)
 
     def free_after(
         self, holder: Redlock, waiter: Redlock, pool: ThreadPoolExecutor
@@ -320,7 +320,7 @@ class TestMessages:
         self, node: PostgresNode, pool: ThreadPoolExecutor, caplog: pytest.LogCaptureFixture,
         mistake: str,
     ) -> None:  # fmt: skip
-        address.told.clear()
+        address.warned_nodes.clear()
         with pooler(node, pool_size=1) as shared:  # of several, a look may meet another one
             wrong, cause = shared.port, "(a pooler stands between)"
             if mistake != "the pooler":

@@ -17,6 +17,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from celery_redlock import QuorumUnreachable, Redlock
 from celery_redlock.errors import SettingsError
 from celery_redlock.lock.node_status import read_nodes
+from celery_redlock.lock.postgres.schema import VERSION
 from celery_redlock.testing.servers import claim_port
 from tests import fork_server
 from tests.conftest import NODE_TIMEOUT, eventually
@@ -111,7 +112,7 @@ except Exception as error:
         command = [sys.executable, "-c", story]
         done = fork_server.run(command, timeout=120, check=True)
         assert done.stdout.startswith("SettingsError")
-        assert 'needs psycopg: pip install "celery_redlock[postgresql]"' in done.stdout
+        assert 'needs psycopg: pip install "psycopg[binary]>=3.2.4"' in done.stdout
         assert SECRET not in done.stdout + done.stderr
 
     def test_a_psycopg_without_libpq(self) -> None:
@@ -127,7 +128,7 @@ except Exception as error:
             env={**os.environ, "PSYCOPG_IMPL": "other"},
         )  # fmt: skip
         assert done.stdout.startswith("SettingsError")
-        assert 'pip install "celery_redlock[postgresql]", and unset PSYCOPG_IMPL: ' in done.stdout
+        assert 'pip install "psycopg[binary]>=3.2.4", and unset PSYCOPG_IMPL: ' in done.stdout
         assert "'other'" in done.stdout
         assert SECRET not in done.stdout + done.stderr
 
@@ -176,14 +177,18 @@ class TestAServer:
             see(node.url, 'schema "redlock" does not exist', f"run `{SETUP}` once")
             node.setup()
             node.query(OTHER_VERSION)
-            see(node.url, "version 99, and this release needs 2", "install that newer release")
+            see(
+                node.url,
+                f"version 99, and this release needs {VERSION}",
+                "install that newer release",
+            )
 
     @pytest.mark.parametrize(
         ("reply", "words", "hint"),
         [
-            (":1", "version 1, and this release needs 2", f"run `{SETUP}`, which moves"),
-            (":99", "version 99, and this release needs 2", "install that newer release"),
-            (":2", "its function redlock.command has an unexpected answer", ""),
+            (":1", f"version 1, and this release needs {VERSION}", f"run `{SETUP}`, which moves"),
+            (":99", f"version 99, and this release needs {VERSION}", "install that newer release"),
+            (f":{VERSION}", "its function redlock.command has an unexpected answer", ""),
             ("*0", "its function redlock.command has an unexpected answer", ""),
             ("+OK", "its function redlock.command has an unexpected answer", ""),
         ],

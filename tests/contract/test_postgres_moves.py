@@ -13,7 +13,7 @@ import psycopg
 import pytest
 
 from celery_redlock import Lock, Redlock
-from celery_redlock.lock.postgres.schema import VERSION, create_schema
+from celery_redlock.lock.postgres.schema import VERSION, create_schema, doubts_of
 from tests.conftest import NODE_TIMEOUT, TTL, eventually, made_once
 from tests.contract.postgres_calls import ONE, TWO, Session, grant
 from tests.contract.renewals import renew_now
@@ -34,8 +34,24 @@ ROWS = (
     "SELECT name, value, expires_at FROM redlock.key"
     " WHERE encode(name, 'escape') !~ ':(run|tenure)$' ORDER BY id"
 )
-# The functions of version 1 that version 2 has changed.
-VERSION_1 = """
+FUNCTIONS = (
+    "SELECT p.oid::regprocedure::text, pg_get_functiondef(p.oid) FROM pg_proc p"
+    " WHERE p.pronamespace = 'redlock'::regnamespace ORDER BY 1"
+)
+# What version 3 has added to version 2, and changed in it.
+VERSION_2 = """
+CREATE OR REPLACE FUNCTION redlock.version() RETURNS int LANGUAGE sql STABLE RETURN 2;
+DROP FUNCTION redlock."newest", redlock.keep_order;
+CREATE OR REPLACE FUNCTION redlock.ended_for(marker bytea, at timestamptz) RETURNS bigint
+LANGUAGE plpgsql AS $$
+DECLARE kept bigint := coalesce(redlock.number(redlock.get(marker, at)), 0);
+BEGIN
+  RETURN CASE WHEN kept > 0 THEN greatest(1, kept - redlock.pttl(marker, at)) ELSE kept END;
+END $$;
+"""
+# What version 2 has changed in version 1.
+VERSION_1 = f"""
+{VERSION_2}
 CREATE OR REPLACE FUNCTION redlock.version() RETURNS int LANGUAGE sql STABLE RETURN 1;
 CREATE OR REPLACE FUNCTION redlock.run_id() RETURNS text LANGUAGE plpgsql VOLATILE AS $$
 BEGIN
@@ -223,22 +239,102 @@ class TestASetup:
             assert lock.held
 
 
-class TestAMove:
-    """`setup` moves the schema of version 1 in place."""
+@contextmanager
+def earlier(node: PostgresNode, version: str) -> Iterator[PostgresNode]:
+    """Give a node with an earlier schema; other tests have the node after this one."""
+    node.query(version)
+    try:
+        yield node
+    finally:
+        node.query("DROP SCHEMA redlock CASCADE")
+        node.setup()
+
+
+def see_moved(node: PostgresNode) -> None:
+    """Move a schema; a second time nothing is to be done."""
+    with closing(node.connect()) as connection:
+        assert create_schema(connection) == "moved"
+        assert create_schema(connection) == "there"
+
+
+def see_in_service(node: PostgresNode) -> None:
+    """Return if a new client is refused what is held and takes what is free: no grace period."""
+    with over(node.url) as fresh:
+        assert is_refused(fresh)
+        assert fresh.lock("free", ttl=TTL).try_acquire()
+    assert node.query(QUIET) == []
+
+
+class TestAMoveFromVersion2:
+    """`setup` moves the schema of version 2 in place; no client has to be stopped."""
 
     @pytest.fixture
     def old(self, node: PostgresNode) -> Iterator[PostgresNode]:
-        """Give a node with version 1, and its records; other tests have the node after this one."""
-        node.query(VERSION_1)
+        with earlier(node, VERSION_2) as made:
+            yield made
+
+    def test_no_record_changes_and_no_client_notices(self, old: PostgresNode) -> None:
+        every = "SELECT name, value, expires_at FROM redlock.key ORDER BY id"
+        [(known,)] = old.query(RUN)
+        session = Session(old)
+        with closing(session.connection):  # a client of version 2
+            assert session.call(grant(ONE, run=known)) == 1
+            session.commit()
+            rows = old.query(every)
+            assert len(rows) > len(old.query(ROWS))
+            see_moved(old)
+            assert old.query(every) == rows
+            assert session.call(grant(ONE, run=known)) == 1
+            assert session.call(grant(TWO, run=known))[:1] == [0]
+            session.commit()
+        see_in_service(old)
+
+    def test_a_client_of_this_release_names_the_command(self, old: PostgresNode) -> None:
+        with Redlock([old.url], node_timeout=NODE_TIMEOUT, max_ttl=TTL) as redlock:
+            [status] = redlock.status().nodes
+            assert f"OLDERSCHEMA version 2, and this release needs {VERSION}" in status.error
+            assert "`celery -A shop redlock setup`, which moves the schema" in status.error
+            old.setup()
+            [status] = redlock.status().nodes
+            assert status.error == ""
+
+    def test_doctor_names_the_command(self, old: PostgresNode) -> None:
+        with closing(old.connect()) as connection:
+            [hint] = [hint for what, _, hint in doubts_of(connection) if what == "schema"]
+            assert hint == f"version {VERSION} is needed: `celery -A shop redlock setup`"
+            old.setup()
+            assert "schema" not in [what for what, _, _ in doubts_of(connection)]
+
+
+@pytest.mark.parametrize("version", [VERSION_1, VERSION_2], ids=["from 1", "from 2"])
+def test_a_schema_that_was_moved_has_the_functions_of_a_new_one(
+    node: PostgresNode, version: str
+) -> None:
+    functions = node.query(FUNCTIONS)
+    assert "newest" in str(functions)
+    with earlier(node, version) as old:
+        assert old.query(FUNCTIONS) != functions
+        old.setup()
+        assert old.query(FUNCTIONS) == functions
+
+
+class TestAMoveFromVersion1:
+    """`setup` moves the schema of version 1 in place, and its records of the server."""
+
+    @pytest.fixture
+    def old(self, node: PostgresNode) -> Iterator[PostgresNode]:
+        """Give a node with version 1, and its records."""
+        with earlier(node, VERSION_1) as made:
+            self.note_old_run_id(made)
+            yield made
+
+    def note_old_run_id(self, node: PostgresNode) -> None:
         run = "SELECT redlock.run_id()"
         node.query(f"UPDATE redlock.key SET value = ({run})::bytea WHERE name = '{{redlock}}:run'")
         node.query(
             f"UPDATE redlock.key SET value = ('5 ' || ({run}))::bytea"
             " WHERE name = '{redlock}:tenure'"
         )
-        yield node
-        node.query("DROP SCHEMA redlock CASCADE")
-        node.setup()
 
     def test_no_row_goes_and_no_grace_period_begins(self, old: PostgresNode) -> None:
         [(known,)] = old.query(RUN)
@@ -247,9 +343,7 @@ class TestAMove:
             assert session.call(grant(ONE, least="7", run=known)) == [1, 7]
             session.commit()
             rows = old.query(ROWS)
-            with closing(old.connect()) as connection:
-                assert create_schema(connection) == "moved"
-                assert create_schema(connection) == "there"
+            see_moved(old)
             assert old.query(ROWS) == rows
             assert old.query("SELECT redlock.version()") == [(VERSION,)]
             [(run,)] = old.query("SELECT redlock.run_id()")
@@ -259,10 +353,7 @@ class TestAMove:
             assert session.call(grant(ONE, run=known)) == 1
             assert session.call(grant(TWO, run=known))[:1] == [0]
             session.commit()
-        with over(old.url) as fresh:
-            assert is_refused(fresh)
-            assert fresh.lock("free", ttl=TTL).try_acquire()
-        assert old.query(QUIET) == []
+        see_in_service(old)
 
     def test_a_grant_that_runs_meanwhile_keeps_its_turn(self, old: PostgresNode) -> None:
         [(known,)] = old.query(RUN)
@@ -289,12 +380,12 @@ class TestAMove:
     def test_a_client_says_which_of_the_two_is_newer(self, old: PostgresNode) -> None:
         with Redlock([old.url], node_timeout=NODE_TIMEOUT, max_ttl=TTL) as redlock:
             [status] = redlock.status().nodes
-            assert "OLDERSCHEMA version 1, and this release needs 2" in status.error
+            assert f"OLDERSCHEMA version 1, and this release needs {VERSION}" in status.error
             assert "`celery -A shop redlock setup`, which moves the schema" in status.error
             old.setup()
             old.query("CREATE OR REPLACE FUNCTION redlock.version() RETURNS int RETURN 99")
             [status] = redlock.status().nodes
-            assert "NEWERSCHEMA version 99, and this release needs 2" in status.error
+            assert f"NEWERSCHEMA version 99, and this release needs {VERSION}" in status.error
         with (
             closing(old.connect()) as connection,
             pytest.raises(psycopg.Error, match="NEWERSCHEMA"),

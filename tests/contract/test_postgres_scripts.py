@@ -323,6 +323,13 @@ def test_postgresql_counts_the_starts(both: Both, steps: list[Step], channels: C
     both.compare(steps, channels)
 
 
+@differential(simulated.newest_calls, 16, times=4)
+def test_postgresql_keeps_the_order_of_sends(
+    both: Both, steps: list[Step], channels: Channels
+) -> None:
+    both.compare(steps, channels)
+
+
 @differential(permit_calls, 16)
 def test_postgresql_grants_permits(both: Both, steps: list[Step], channels: Channels) -> None:
     both.compare(steps, channels)

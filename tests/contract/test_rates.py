@@ -40,7 +40,7 @@ def use_up(redlock: Redlock, rate: Any = HOUR, times: int = 3) -> None:
 def later(redlock: Redlock, rate: Rate, **more: Any) -> Lock:
     """Return a lock whose body begins when the test says so."""
     options = LockOptions(
-        ("r",), 6.0, 0.0, True, None, "label", rates={"r": rate}, before_starts=bool, **more
+        ("r",), 6.0, 0.0, True, None, "label", rates={"r": rate}, body_follows=True, **more
     )
     return Lock(redlock, options)
 

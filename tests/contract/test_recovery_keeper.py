@@ -27,7 +27,13 @@ from celery_redlock.tasks.execution.outcomes import put_back_if_early, wait_for_
 from celery_redlock.tasks.per_app import redlock_of, time_of_nodes
 from celery_redlock.tasks.recovery.keeper import Keeper, MovedAwayError, keepers, still_owned
 from celery_redlock.tasks.recovery.ledger import Ledger, decoded
-from celery_redlock.tasks.recovery.observer import BEAT_INTERVAL, LENGTH, PROOF, QUIET, TRUST
+from celery_redlock.tasks.recovery.observer import (
+    BEAT_INTERVAL,
+    DETECTION_TIME,
+    PROOF,
+    QUIET,
+    TRUST,
+)
 from celery_redlock.tasks.recovery.step import RecoverMessages
 from celery_redlock.tasks.recovery.tags import DeliveryTag, new_lease
 from celery_redlock.testing import EmbeddedNode
@@ -344,7 +350,7 @@ def test_a_broker_that_refuses_the_beats_of_all_makes_no_worker_dead() -> None:
         client.config_set("min-replicas-to-write", 1)
         refused = beats_of(ledger)
         assert refused.keys() == before | {lost}
-        eventually(lambda: client.time()[0] - max(refused.values()) / 1000 > LENGTH + 1)
+        eventually(lambda: client.time()[0] - max(refused.values()) / 1000 > DETECTION_TIME + 1)
         with pytest.raises(ResponseError):
             ledger.declare_dead(lost)
         assert beats_of(ledger) == refused
@@ -367,7 +373,9 @@ def test_workers_stay_alive_on_a_broker_without_memory() -> None:
         client.config_set("maxmemory", 1)
         begun = client.time()[0]
         for one in workers:
-            eventually(lambda one=one: beats_of(ledger)[one.lease] / 1000 - begun > LENGTH + TRUST)
+            eventually(
+                lambda one=one: beats_of(ledger)[one.lease] / 1000 - begun > DETECTION_TIME + TRUST
+            )
         assert still_owned(tag)
         assert client.llen("celery") == 0
         client.config_set("maxmemory", 0)

@@ -12,7 +12,7 @@ from redis import Redis, ResponseError
 from celery_redlock.signals import MessagesRecoveredEvent, messages_recovered
 from celery_redlock.tasks.recovery.keeper import Keeper, still_owned
 from celery_redlock.tasks.recovery.ledger import Ledger
-from celery_redlock.tasks.recovery.tags import MOST_MOVES, MOVES, DeliveryTag, new_lease
+from celery_redlock.tasks.recovery.tags import MAX_MOVES, MOVES, DeliveryTag, new_lease
 from celery_redlock.testing import EmbeddedNode
 from tests.conftest import eventually, receiving
 from tests.contract.worker_leases import declare_dead, lose, note, see_another, see_beats
@@ -101,7 +101,7 @@ def test_a_refused_join_leaves_no_connection_open(
 
 def test_only_what_a_death_moves_is_counted(keeper: Keeper, ledger: Ledger, client: Redis) -> None:
     """Not what waits in a worker that lives on over a new connection."""
-    for moves in (0, MOST_MOVES):
+    for moves in (0, MAX_MOVES):
         keeper.join()
         client.hset(ledger.unacked, keeper.tag("celery"), entry(moves))
         keeper.join()
@@ -174,14 +174,14 @@ def test_messages_that_are_kept_are_told_of_once(
     heard: list[MessagesRecoveredEvent] = []
     client.set("odd", "by another program")
     lost = new_lease()
-    client.hset(ledger.unacked, str(DeliveryTag(lost, 0, "celery")), entry(MOST_MOVES))
+    client.hset(ledger.unacked, str(DeliveryTag(lost, 0, "celery")), entry(MAX_MOVES))
     client.hset(ledger.unacked, str(DeliveryTag(lost, 1, "odd")), entry(0))
     declare_dead(ledger, lost, "w2@host", claims=False)
     with receiving(messages_recovered, lambda _, event: heard.append(event)):
         keeper.join()
         eventually(lambda: heard)
         see_claims(client, ledger, lost)
-        client.hset(ledger.unacked, str(DeliveryTag(lost, 2, "celery")), entry(MOST_MOVES))
+        client.hset(ledger.unacked, str(DeliveryTag(lost, 2, "celery")), entry(MAX_MOVES))
         eventually(lambda: len(heard) > 1)
         client.delete("odd")
         eventually(lambda: not client.exists(ledger.dead))

@@ -13,9 +13,9 @@ from kombu import Connection
 from redis import Redis
 
 from celery_redlock.tasks.delivery.republish import MOVES
-from celery_redlock.tasks.recovery.ledger import CHUNK, CLAIM, Beat, Ledger
+from celery_redlock.tasks.recovery.ledger import CHUNK_BYTES, CLAIM_TIMEOUT, Beat, Ledger
 from celery_redlock.tasks.recovery.observer import QUIET
-from celery_redlock.tasks.recovery.tags import MOST_MOVES, DeliveryTag, new_lease
+from celery_redlock.tasks.recovery.tags import MAX_MOVES, DeliveryTag, new_lease
 from celery_redlock.testing import EmbeddedNode
 from tests.conftest import eventually
 from tests.contract.worker_leases import declare_dead, open_ledger
@@ -97,7 +97,7 @@ def test_a_dead_lease_is_claimed_by_one_worker_at_a_time(ledger: Ledger, client:
     ledger.beat(OTHER, joins_as="w2@host")
     assert ledger.declare_dead(OTHER)  # which claims it
     assert ledger.beat(OWN, claims=True).claimed == ""
-    client.zadd(ledger.dead, {OTHER: now(client) - CLAIM * 1000 - 1})
+    client.zadd(ledger.dead, {OTHER: now(client) - CLAIM_TIMEOUT * 1000 - 1})
     assert ledger.beat(OWN, claims=True).claimed == OTHER
     assert ledger.beat(OWN, claims=True).claimed == ""
     client.zadd(ledger.dead, {OTHER: now(client) + HOUR})  # its clock was set back
@@ -149,8 +149,8 @@ def test_a_forgotten_lease_with_messages_to_move_is_recalled_and_no_other_one(
     spent, forgotten = new_lease(), new_lease()
     for lease in (OWN, OTHER, forgotten):
         note(ledger, lease, *LISTS)
-    note(ledger, spent, "celery", **{MOVES: MOST_MOVES})
-    note(ledger, forgotten, "celery", start=7, **{MOVES: MOST_MOVES})
+    note(ledger, spent, "celery", **{MOVES: MAX_MOVES})
+    note(ledger, forgotten, "celery", start=7, **{MOVES: MAX_MOVES})
     client.zadd(ledger.index, {"redlock-of-a-sender": 1, "redlock-of:3:a-sender": 1})
     ledger.beat(OWN, joins_as="w1@host")
     declare_dead(ledger, OTHER)
@@ -193,7 +193,7 @@ def test_messages_go_to_the_heads_of_their_lists_in_their_order(
     note(ledger, OWN, *LISTS, *LISTS, start=7)
     declare_dead(ledger, OWN)
     done = ledger.move_all(OWN)
-    assert (done.messages, done.kept, done.refused) == (6, 0, "")
+    assert (done.messages, done.kept, done.refusal) == (6, 0, "")
     assert [taken(client, name) for name in LISTS] == [
         ["7", "10", "waits"],
         ["8", "11", "waits"],
@@ -225,7 +225,7 @@ def test_a_moved_message_is_another_delivery_and_nothing_else_of_it_changes(
 def test_a_message_that_is_moved_again_and_again_stays_at_last(
     ledger: Ledger, client: Redis
 ) -> None:
-    note(ledger, OWN, "celery", **{MOVES: MOST_MOVES - 1})
+    note(ledger, OWN, "celery", **{MOVES: MAX_MOVES - 1})
     declare_dead(ledger, OWN)
     assert ledger.move_all(OWN).messages == 1
     [moved] = client.lrange("celery", 0, -1)
@@ -288,7 +288,7 @@ def after_calls(number: int) -> Callable[[], None]:
 def test_a_mover_that_ends_after_any_call_leaves_the_rest_to_another_one(
     ledger: Ledger, client: Redis
 ) -> None:
-    big = "x" * (CHUNK // 4)
+    big = "x" * (CHUNK_BYTES // 4)
     count, calls = 20, 0
     for calls in range(100):
         client.flushall()
@@ -333,7 +333,7 @@ def test_what_the_broker_has_no_memory_for_stays_and_is_moved_later() -> None:
         tags = left(ledger)
         client.config_set("maxmemory", client.info("memory")["used_memory"] // 2)
         done = ledger.move_all(OWN)
-        assert "OOM" in done.refused
+        assert "OOM" in done.refusal
         assert done.messages == 0
         assert left(ledger) == tags
         assert client.exists("celery") == 0
@@ -352,7 +352,7 @@ def test_a_list_that_is_none_stops_no_other_message_and_its_own_are_moved_later(
     declare_dead(ledger, OWN)
     done = ledger.move_all(OWN)
     assert (done.messages, done.kept) == (2, 0)
-    assert "WRONGTYPE" in done.refused
+    assert "WRONGTYPE" in done.refusal
     assert left(ledger) == {f"{OWN}:1:taken"}
     assert client.get("taken") == "by another program"
     assert client.zscore(ledger.dead, OWN) is not None
@@ -368,7 +368,7 @@ def test_what_is_refused_of_a_lease_that_was_forgotten_is_claimed(
     """Its worker noted it late, and may end before it tries again."""
     note(ledger, OWN, "taken")
     client.set("taken", "by another program")
-    assert "WRONGTYPE" in ledger.move_all(OWN).refused
+    assert "WRONGTYPE" in ledger.move_all(OWN).refusal
     client.delete("taken")
     client.zadd(ledger.dead, {OWN: 0}, xx=True)  # its claim is over
     ledger.beat(OTHER, joins_as="w2@host")
@@ -387,7 +387,7 @@ def test_an_entry_that_kombu_did_not_write_stays_and_stops_no_other_one(
     client.hset(ledger.unacked, f"{OWN}:odd", text)
     declare_dead(ledger, OWN)
     done = ledger.move_all(OWN)
-    assert (done.messages, done.kept, done.refused) == (1, 2, "")
+    assert (done.messages, done.kept, done.refusal) == (1, 2, "")
     assert client.hgetall(ledger.unacked) == {tag: text, f"{OWN}:odd": text}
     assert taken(client, "celery") == ["1"]
     assert client.exists(ledger.dead) == 0

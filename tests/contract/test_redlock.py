@@ -154,7 +154,7 @@ class TestAcquireAndRelease:
     def test_who_waits_tries_again_soon_where_rivals_share_the_nodes(
         self, redlock: Redlock, nodes: Nodes, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        for name in ("LONGEST_SPIN", "LONGEST_DEAF"):  # by itself it does not try again in time
+        for name in ("MAX_SPIN", "MAX_LISTENING_PAUSE"):  # by itself it does not try again in time
             monkeypatch.setattr(retry, name, 10 * WAIT)
         for node, rival in zip(nodes, ("x:one", "y:other"), strict=False):
             node.client().set(KEY, rival)  # for ever, so that no end of a lease is waited for
@@ -625,14 +625,14 @@ class TestRequests:
         kind_of_connection = type(redlock.session.nodes.all[0].connection)
         write = kind_of_connection.write
 
-        def note(self: Any, entries: Any, **how: bool) -> None:
+        def note(self: Any, entries: Any, *how: bool) -> None:
             for command, _, _ in entries:
                 handler = command.handler
                 leases = getattr(handler, "_leases", None)
                 one = getattr(handler, "_lease", None) or getattr(handler, "lease", None)
                 lease = leases[0] if leases else one
                 written.append((id(self), type(handler).__name__, str(id(lease))))
-            write(self, entries, **how)
+            write(self, entries, *how)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(kind_of_connection, "write", note)

@@ -39,12 +39,12 @@ def recover(ledger: Ledger, broker: EmbeddedNode) -> str:
     assert ledger.beat(own, claims=True).claimed == dead
     assert ledger.name_of(dead) == "celery@web1"
     done = ledger.move_all(dead)
-    assert done.messages == 1 or done.refused
+    assert done.messages == 1 or done.refusal
     late = str(DeliveryTag(dead, 1, "celery"))
     broker.client().hset("unacked", late, dumps(MESSAGE))
     broker.client().zadd("unacked_index", {late: 1})
     ledger.recall()
-    return done.refused
+    return done.refusal
 
 
 def test_the_rights_of_the_page_are_enough_to_recover_messages(broker: EmbeddedNode) -> None:

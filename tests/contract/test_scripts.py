@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 from unittest.mock import ANY
 
@@ -429,7 +429,7 @@ class TestRequests:
         assert self.sent(client, request + guard) == [1, 1000]
 
     def test_a_grant_that_asks_and_a_release_that_marks(self, client: Redis) -> None:
-        one, asking = self.lease(), replace(self.PLAIN, marker=self.MARKER)
+        one, asking = self.lease(), self.PLAIN._replace(marker=self.MARKER)
         request = self.REQUESTS.acquire(one, asking, None)
         assert self.sent(client, request + NO_GUARD) == [1, 0, 0]
         assert self.sent(client, self.REQUESTS.release(one, self.MARKER, 100.0)) == 1

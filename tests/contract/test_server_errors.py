@@ -29,9 +29,9 @@ from celery_redlock import QuorumUnreachable, Redlock
 from celery_redlock.lock.node_status import ask_nodes
 from celery_redlock.lock.platform.clock import Platform, SystemClock, installed
 from celery_redlock.lock.server.error_hints import hint_of, is_misconfigured
-from celery_redlock.lock.server.restart_guard import FORGOTTEN_AFTER
+from celery_redlock.lock.server.restart_guard import REFUSAL_LIFETIME
 from celery_redlock.lock.transport.address import RedisAddress, parse_address
-from celery_redlock.lock.transport.node import UNREAD_FOR
+from celery_redlock.lock.transport.node import UNREAD_LIMIT
 from celery_redlock.signals import node_failed, node_recovered
 from celery_redlock.testing import EmbeddedNode, embedded_nodes
 from celery_redlock.testing.servers import claim_port
@@ -526,7 +526,7 @@ def test_a_member_of_a_cluster_that_serves_the_slot_is_told_of_and_grants(
     ("setting", "value", "usual", "words", "later"),
     [
         ("requirepass", PASSWORD, "", "Authentication required", 0.0),  # the node answered again
-        ("maxmemory", "1", "0", "used memory", 2 * FORGOTTEN_AFTER),  # the connection stood
+        ("maxmemory", "1", "0", "used memory", 2 * REFUSAL_LIFETIME),  # the connection stood
     ],
 )
 def test_a_trouble_that_comes_back_is_logged_again(
@@ -727,7 +727,7 @@ class TestTls:
             settle(made)
             connection = made.session.nodes.all[0].connection
             assert connection is not None
-            connection.opened_at = connection.used_at = connection.used_at - 2 * UNREAD_FOR
+            connection.opened_at = connection.used_at = connection.used_at - 2 * UNREAD_LIMIT
             tls_node.node.client().client_kill_filter(_type="normal", skipme=True)
             made.lock("r").acquire().release()
             eventually(lambda: not made.session.watchdog.is_busy)

@@ -25,8 +25,10 @@ from celery_redlock.lock.model.keys import (
     guard_keys,
     lock_key,
     name_of_rate,
+    order_key,
     rate_keys,
     tenure_key,
+    unique_key,
     waiting_key,
 )
 from celery_redlock.lock.server.requests import (
@@ -35,6 +37,7 @@ from celery_redlock.lock.server.requests import (
     GRANT,
     GUARD,
     MARKER,
+    NEWEST,
     PERMIT,
     RECORD,
     REGISTER,
@@ -59,9 +62,10 @@ RUN, QUIET = guard_keys("redlock")
 FENCE, BROKEN = fence_key("redlock"), broken_key(LOCK, "t1:one")
 DONE = completion_key("redlock", "1:t:0:0")
 OTHER = lock_key("redlock", "other")
+CLAIM, ORDER = unique_key("redlock", "t:r"), order_key("redlock", "t:r")
 PERMITS = [LOCK, *(lock_key("redlock", "r", permit) for permit in (1, 2))]
 TENURE, ELSEWHERE = tenure_key("redlock"), tenure_key("redlock", "other:6379")
-KEYS = (*PERMITS, OTHER, RUN, QUIET, FENCE, BROKEN, DONE)
+KEYS = (*PERMITS, OTHER, RUN, QUIET, FENCE, BROKEN, DONE, CLAIM, ORDER)
 WAITING, INBOX = waiting_key("redlock", "r"), "inbox:"
 TAKEN, TOKENS = rate_keys("redlock", "r")
 RATE_WAITING = waiting_key("redlock", name_of_rate("r"))
@@ -161,7 +165,9 @@ changes = st.one_of(
     st.tuples(st.just("SET"), st.just(WAITING), st.just("of another program")),
     st.tuples(st.just("SET"), st.sampled_from([*PERMITS, OTHER]), values),
     st.tuples(st.just("SET"), st.just(BROKEN), values),
-    st.tuples(st.just("SET"), st.just(DONE), st.sampled_from(["600000", "-600000", "garbage"])),
+    st.tuples(
+        st.just("SET"), st.just(DONE), st.sampled_from(["600000", "-600000 7f3a", "garbage"])
+    ),
     st.tuples(st.just("SET"), st.just(FENCE), st.sampled_from(["9007199254740990", "5"])),
 )
 
@@ -189,7 +195,7 @@ class Ears:
         self._real = [RealEar(port, names) for names in channels]
         self._by_simulated: list[tuple[str, str]] = []
         for names in channels:
-            node.ears[SimulatedEar(self._by_simulated)] = {name.encode() for name in names}
+            node.subscriptions[SimulatedEar(self._by_simulated)] = {name.encode() for name in names}
 
     def assert_same(self) -> None:
         by_real = [message for ear in self._real for message in ear.heard()]
@@ -279,6 +285,59 @@ def test_a_simulated_server_counts_the_starts_of_a_rate_as_a_real_one(
     compare(client, steps, channels)
 
 
+# sends in an order: their tokens and numbers, and ms that are far apart, too
+queued, numbers = st.sampled_from(["t1", "t2", "t3"]), st.sampled_from("12345")
+ONGOING = "8000000000000 8000000000000"  # of a burst that begins, and a line that ends, later
+lines = st.sampled_from(
+    [
+        "other",
+        "t1:sent:r1 7 8",
+        f"t1:sent:r1 {ONGOING}\nt2:sent:r2 {ONGOING}",
+        f"t3:sent:r3 4 {ONGOING}\nt2:sent:r2 {ONGOING}\nt1:sent:r1 1 {ONGOING}",
+    ]
+)
+newest_words = st.one_of(
+    st.tuples(
+        st.just("send"),
+        st.sampled_from(["", "", "t1", "t2", "t3"]),
+        st.sampled_from(["", "t1:sending:r1", "t2:sending:r2", "t3:sending:r3"]),
+        numbers,
+        st.just("100000"),
+        good_ttls,
+        st.sampled_from(["0", "1", "3", "5"]),
+    ),
+    queued.flatmap(
+        lambda token: st.tuples(
+            st.just("sent"),
+            st.just(token),
+            st.just(f"{token}:sent:r{token[1]}"),
+            st.sampled_from(["200000", "400000"]),
+            st.sampled_from(["0", "90000"]),
+            st.one_of(st.just(""), queued),
+            st.sampled_from(["0", "1", "3"]),
+            st.one_of(st.just(""), queued),
+            st.sampled_from(["0", "1", "2"]),
+            st.sampled_from(["300000", "900000"]),
+        )
+    ),
+    st.tuples(st.just("end"), queued),
+    st.tuples(st.just("start"), queued, numbers, st.sampled_from(["an id", ""]), good_ttls),
+)
+newest_calls = st.one_of(
+    *[st.tuples(st.just(NEWEST), st.just((CLAIM, ORDER)), newest_words)] * 6,
+    st.tuples(st.just("DEL"), st.sampled_from([CLAIM, ORDER]), st.just("")),
+    st.tuples(st.just("SET"), st.just(CLAIM), lines),
+)
+
+
+@settings(max_examples=5 * EXAMPLES, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(newest_calls, max_size=16))
+def test_a_simulated_server_keeps_the_order_of_sends_as_a_real_one(
+    client: Redis, steps: list[Any]
+) -> None:
+    compare(client, steps, [])
+
+
 registrations = st.tuples(
     st.just(REGISTER),
     st.sampled_from([(WAITING,), (WAITING, LOCK)]),
@@ -330,9 +389,10 @@ def same(expected: Any, found: Any) -> bool:
         return isinstance(found, hiredis.ReplyError) and str(found).endswith(first)
     if isinstance(expected, float):  # RESP3 has a type for it, which the model does not speak
         return isinstance(found, str) and expected == float(found)
-    if isinstance(expected, list) and [type(one) for one in expected] == [int, str, int]:
-        *shown, age = expected  # of lua/unique.lua: ms that have passed since the first send
-        return same(shown, found[:2]) and abs(age - int(found[2])) < SLACK
+    if isinstance(expected, list) and [type(one) for one in expected[:3]] == [int, str, int]:
+        # of lua/unique.lua, lua/newest.lua: ms that have passed since the first send
+        is_near = abs(expected.pop(2) - int(found.pop(2))) < SLACK
+        return is_near and same(expected, found)
     if isinstance(expected, list):
         return len(expected) == len(found) and all(map(same, expected, found))
     if isinstance(expected, str) and isinstance(found, str) and expected != found:

@@ -48,7 +48,7 @@ def take(redlock: Redlock) -> float:
 @pytest.fixture
 def patient_waiters(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let nobody who waits try again by himself as long as a test lasts."""
-    for name in ("LONGEST_SPIN", "LONGEST_DEAF", "REGISTERED_FOR"):
+    for name in ("MAX_SPIN", "MAX_LISTENING_PAUSE", "REGISTRATION_TTL"):
         monkeypatch.setattr(retry, name, 100 * WAIT)
 
 
@@ -274,6 +274,7 @@ def test_who_comes_to_a_subscription_that_stands_looks_at_once_whether_it_missed
     first, early, late, alone = (Caller(name, 1, 1.0) for name in ("r", "r", "r", "s"))
     with joined(redlock, first), joined(redlock, early):
         see_listening(redlock)
+        eventually(lambda: first.step)  # planned just after
         with joined(redlock, late), joined(redlock, alone):
             steps = [one.take_step(now()) for one in (first, early, late, alone)]
     assert [step is not None and step.why == LOOK for step in steps] == [True, False, False, True]
@@ -282,7 +283,7 @@ def test_who_comes_to_a_subscription_that_stands_looks_at_once_whether_it_missed
 def test_an_ear_that_ends_leaves_the_next_one_its_connection(
     nodes: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(subscriber, "LINGER", 0.1)
+    monkeypatch.setattr(subscriber, "IDLE_LIMIT", 0.1)
     wanted, heard = {"a"}, Counter[str]()
     address = parse_address(nodes[0].url, "test", "nodes")
 
@@ -294,7 +295,7 @@ def test_an_ear_that_ends_leaves_the_next_one_its_connection(
 
     def wait_anew() -> None:
         wanted.add("b")
-        monkeypatch.setattr(subscriber, "LINGER", WAIT)
+        monkeypatch.setattr(subscriber, "IDLE_LIMIT", WAIT)
         ear.resubscribe()
         eventually(lambda: heard["b"])
 
@@ -411,7 +412,7 @@ def test_an_ear_that_is_told_of_channels_all_the_time_finds_out_that_its_node_is
     mortal_nodes: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A host that is gone ends no connection, and whoever comes to wait rings."""
-    monkeypatch.setattr(subscriber, "LINGER", 0.1)
+    monkeypatch.setattr(subscriber, "IDLE_LIMIT", 0.1)
     with listening(mortal_nodes[0], "a", timeout=0.5) as ear:
         eventually(lambda: ear.confirmed)
         mortal_nodes[0].pause()

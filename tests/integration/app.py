@@ -82,7 +82,7 @@ def odd_queues(kind: str) -> list[Queue]:
         Queue(f"{kind}-retried", queue_arguments=dead),
         Queue(f"{kind}-bounded", queue_arguments=full),
         Queue(f"{kind}-passing", auto_delete=True),
-        Queue(f"{kind}-expiring", expires=1.0),
+        Queue(f"{kind}-expiring", expires=5.0),
     ]
 
 
@@ -829,8 +829,13 @@ def gives_nobody_way(self: Any, key: str, seconds: float, *, in_c: bool) -> bool
 
 @locked(name="tests.keeps_the_interpreter", lock_ttl=TTL)
 def keeps_the_interpreter(self: Any, key: str, pipe: str) -> None:
-    """Block in C with the interpreter's lock, until somebody opens a named pipe for writing."""
+    """Block in C with the interpreter's lock, until somebody opens a named pipe for writing.
+
+    It begins once there is a file of that name with " may" behind it: its message is acknowledged.
+    """
     write("begin", key)
+    while not Path(f"{pipe} may").exists():
+        time.sleep(0.02)
     ctypes.PyDLL(None).open(os.fsencode(pipe), os.O_RDONLY)
 
 
@@ -982,6 +987,18 @@ DEBOUNCE = 2.0  # s: longer than a burst of sends mostly takes
 debounced = {"lock_unique_for": None, "lock_debounce": DEBOUNCE}
 latest = unique(name="tests.latest", **debounced)(once)
 latest_late = unique(name="tests.latest_late", **debounced, acks_late=True)(once)
+
+in_order = {"lock_unique_until": "started", "lock_on_duplicate": "newest"}
+newest = unique(name="tests.newest", **in_order)(once)
+newest_late = unique(name="tests.newest_late", **in_order, acks_late=True)(once)
+
+
+@unique(name="tests.newest_paced", **in_order, acks_late=True)
+def newest_paced(self: Any, key: str, seconds: float, value: int) -> int:
+    write("paced", key, value=value)
+    time.sleep(seconds)
+    write("paced end", key, value=value)
+    return value
 
 
 @unique(name="tests.once_returns", lock_key="step:{key}")

@@ -754,7 +754,8 @@ def test_an_operator_sees_what_is_used_of_a_rate_and_gives_its_starts_back(
     assert 3500 < seconds_until(process["next_start"]) < 3700
     waits = rf"{of} +0 .* waits for a start, free in 1 h \d min\n"
     assert re.search(waits, command("waiters", of).output)
-    why = rf"rate of {of}: 1/h, next start in 1 h \d min\n"  # of a worker that answers
+    # of a worker that answers; its next try says nothing that the next start does not
+    why = rf" 1 +rate of {of}: 1/h, next start in 1 h \d min\n"
     eventually(lambda: re.search(why, command("waiters", of).output))
     asked = command("break", of, says="n\n")
     assert (asked.exit_code, stage.runs_of(key)) == (1, 1)
@@ -809,6 +810,9 @@ def test_an_operator_sees_how_many_permits_are_taken(stage: Stage, nodes: Nodes)
             assert [one["resource"] for one in in_json("locks", pattern)["locks"]] == shown
         assert command("locks", "l").output == "No lock is held on l.\n"
         assert "PERMITS" not in command("show", "plain").output
+        assert "locks a message" not in command("locks").output
+        with redlock.lock("run:4c8f3226", wait=60):
+            assert "run:<task id> locks a message: " in command("locks").output
         for words in ("locks", "plain"), ("top", "--count", "1", "plain"):
             (used,) = in_json(*words)["rates"]
             assert (used["resource"], used["used"], used["starts"]) == ("plain", 1, 2), words

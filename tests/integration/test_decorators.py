@@ -19,7 +19,7 @@ from celery import Celery, Task
 
 from celery_redlock import LockedTask, SettingsError, current_lock
 from celery_redlock.errors import ArgumentsError
-from celery_redlock.operate.start_report import left_open
+from celery_redlock.operate.start_report import open_decisions
 from celery_redlock.tasks.arguments import UNSEEN_RUNS, WAYS_OUT
 from tests.conftest import Nodes
 
@@ -365,7 +365,7 @@ class TestATaskThatASettingLocks:
 
     def test_is_named_as_advice(self, app: Celery) -> None:
         self.adopt(app, passing(a_body))
-        (told,) = [str(one) for one in left_open(app) if "decorator" in str(one)]
+        (told,) = [str(one) for one in open_decisions(app) if "decorator" in str(one)]
         assert "book" in told
 
 
@@ -472,6 +472,6 @@ def test_tasks_behind_a_decorator_are_named_as_advice(app: Celery, nodes: Nodes)
 
     make(app, passing(a_body))
     app.task(base=LockedTask, shared=False, name="plain", **KEY)(plain)
-    (told,) = [str(one) for one in left_open(app) if "decorator" in str(one)]
+    (told,) = [str(one) for one in open_decisions(app) if "decorator" in str(one)]
     assert "book" in told
     assert "plain" not in told

@@ -1,12 +1,7 @@
-"""What a person sees in Flower: what a task waits for, that it runs, and how it ended.
-
-With CELERY_REDLOCK_PICTURES=docs/pictures it makes the pictures there.
-"""
+"""What a person sees in Flower: what a task waits for, that it runs, and how it ended."""
 
 from __future__ import annotations
 
-import base64
-import os
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -23,7 +18,7 @@ from selenium.webdriver.support.wait import WebDriverWait
 
 from celery_redlock.testing import EmbeddedNode, WorkerProcess
 from celery_redlock.testing.servers import claim_port
-from tests.browser import browser
+from tests.browser import browser, take_picture
 from tests.conftest import Nodes
 from tests.integration import flower_shop
 from tests.integration.conftest import ROOT
@@ -109,28 +104,6 @@ class Flower:
             lambda _: found(), words
         )
 
-    def picture(self, name: str, first: str, last: str, width: int) -> None:
-        """Make a picture from one element down to another, where pictures are wanted.
-
-        first, last: XPaths; the wider one gives the width. width: of the window, in pixels.
-        """
-        folder = os.environ.get("CELERY_REDLOCK_PICTURES")
-        if folder is None:
-            return
-        size = self.chrome.get_window_size()
-        self.chrome.set_window_size(width, size["height"])
-        start, end = (self.chrome.find_element(By.XPATH, path).rect for path in (first, last))
-        clip = {
-            **start,
-            "width": max(start["width"], end["width"]),
-            "height": end["y"] + end["height"] - start["y"],
-            "scale": 2,  # sharp on a fine screen
-        }
-        wanted = {"clip": clip, "captureBeyondViewport": True}
-        taken = self.chrome.execute_cdp_cmd("Page.captureScreenshot", wanted)
-        self.chrome.set_window_size(**size)
-        (Path(folder) / f"{name}.png").write_bytes(base64.b64decode(taken["data"]))
-
 
 @pytest.fixture
 def flower(
@@ -177,14 +150,14 @@ def test_a_person_sees_in_flower_what_a_task_waits_for_and_how_it_ends(flower: F
     assert reason.startswith(f"stock:sku-7: held by shop.take[{first.id}] on {WORKERS[0]};"), reason
     for word in ("deferrals: ", "waited: ", "next try: 20"):
         assert word in reason, reason
-    flower.picture("flower-deferred", *TASK)
+    take_picture(flower.chrome, "flower-deferred", *TASK)
 
     third = take.apply_async(("sku-7", 1), lock={"on_conflict": "skip"})
     flower.see_task(third.id, "SKIPPED")
     assert flower.field("Result").startswith("'stock:sku-7' is held by")
     rows = flower.see_list(**{first.id: "STARTED", second.id: "DEFERRED", third.id: "SKIPPED"})
     assert "stock:sku-7: held by" in rows[second.id]
-    flower.picture("flower-tasks", *LIST)
+    take_picture(flower.chrome, "flower-tasks", *LIST)
     flower.see_found("state:DEFERRED", second.id)
     flower.see_found("result:stock:sku-7", second.id, third.id)
     flower.see_found("result:stock:sku-8")

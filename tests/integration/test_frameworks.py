@@ -318,7 +318,7 @@ def test_flask(example: Callable[..., Example], change: str) -> None:
     As on the page: either FlaskTask is a LockedTask, or `redlock_tasks` names the tasks.
     """
     shop = example("flask_shop")
-    quick = "def put_back(sku, pieces):\n    write('back', sku)\n"
+    quick = "def put_back(sku, pieces):\n    write('back', sku)\ndef count(sku):\n    pass\n"
     shop.replace("task_app/warehouse.py", "def pick(sku, pieces):\n    work(sku)\n" + quick)
     shop.env["FLASK_CELERY__redlock_node_timeout"] = f"{NODE_TIMEOUT}"
     shop.env["FLASK_GREETING"] = "Thanks"
@@ -334,7 +334,8 @@ def test_flask(example: Callable[..., Example], change: str) -> None:
             as_flask_has_it = as_flask_has_it.replace(ours, flasks)
         (shop.folder / "task_app" / "__init__.py").write_text(as_flask_has_it)
         tasks = shop.folder / "task_app" / "tasks.py"
-        tasks.write_text(tasks.read_text().replace('lock_key="stock:{sku}", ', ""))
+        as_it_was = tasks.read_text().replace('lock_key="stock:{sku}", ', "")
+        tasks.write_text(re.sub(r"@shared_task\(\n(?: .+\n)+\)", "@shared_task", as_it_was))
         (setting,) = re.findall(
             r"^(FLASK_CELERY__\w+)='(.+)'$", FLASK_PAGE.read_text(), re.MULTILINE
         )
@@ -358,6 +359,11 @@ def test_flask(example: Callable[..., Example], change: str) -> None:
     refused = web.post("/stock/sku-7/4")
     assert (refused.status_code, refused.json()) == (409, {"error": "sku-7 is in use, try again"})
     assert web.post("/stock/sku-8/4").status_code == 200
+    sent, duplicate = (web.post("/recounts/sku-7") for _ in range(2))
+    assert sent.status_code == 202
+    if change == "the base class":  # the setting on the page names the other task alone
+        assert duplicate.status_code == 409
+        assert duplicate.json() == {"error": "sku-7 is being counted"}
     said = shop.run(*PYTHON, "celery", "-A", "make_celery", "call", "task_app.tasks.thank",
                     "--args", '["ann"]')  # fmt: skip
     assert shop.see_result(said.strip()) == "Thanks, ann"
@@ -405,6 +411,9 @@ def test_fastapi(example: Callable[..., Example]) -> None:
     shop.see_begin("sku-7")
     (refused,) = asyncio.run(ask("/stock/sku-7/pick"))
     assert (refused.status_code, refused.json()) == (409, {"detail": "sku-7 is in use, try again"})
+    (duplicate,) = asyncio.run(ask("/stock/sku-7/count"))
+    assert duplicate.status_code == 409
+    assert duplicate.json() == {"detail": "sku-7 is being counted"}
     shop.let_go("sku-7")
     assert shop.see_result(task) == 3
     picked = asyncio.run(ask(*["/stock/sku-7/pick?pieces=2"] * 10))

@@ -265,8 +265,11 @@ def see_a_good_message_run(stage: Stage, workers: Workers, key: str) -> None:
         stage.app.send_task(task, (f"{key} {queue}",), queue=queue)
     for queue, worker in workers.items():
         has_run = functools.partial(stage.runs_of, f"{key} {queue}")
-        # thousands of messages are before it
-        eventually(lambda worker=worker, has_run=has_run: has_run() or not worker.runs, within=280)
+        try:  # thousands of messages are before it
+            eventually(lambda worker=worker, has_run=has_run: has_run() or not worker.runs, 280)
+        except AssertionError:
+            left = stage.broker.client().llen(queue)
+            raise AssertionError(f"{queue}: {left} before it; {worker.output()[-3000:]}") from None
         assert worker.runs, worker.output()[-3000:]
 
 

@@ -23,7 +23,7 @@ from celery_redlock.testing import EmbeddedNode, WorkerProcess
 from tests.conftest import Nodes, eventually, trust_nodes
 from tests.integration.conftest import Stage, set_stage
 
-EXPIRY = 1.0  # s: of the queue that expires, in `tests.integration.app`
+EXPIRY = 5.0  # s: of the queue that expires, in `tests.integration.app`
 
 
 @pytest.fixture(params=["odd"])

@@ -128,10 +128,13 @@ def test_setup_leaves_the_schema_of_a_newer_release_alone(server: PostgresNode) 
 
 
 @pytest.mark.parametrize("way", ["by setup", "by its statements"])
-def test_setup_moves_the_schema_of_an_earlier_release(server: PostgresNode, way: str) -> None:
+@pytest.mark.parametrize("version", [1, 2])
+def test_setup_moves_the_schema_of_an_earlier_release(
+    server: PostgresNode, way: str, version: int
+) -> None:
     server.setup()
     server.query("GRANT USAGE ON SCHEMA redlock TO locks")
-    server.query("CREATE OR REPLACE FUNCTION redlock.version() RETURNS int RETURN 1")
+    server.query(f"CREATE OR REPLACE FUNCTION redlock.version() RETURNS int RETURN {version}")
     assert "which moves the schema in place" in cause(server.url)
     if way == "by setup":
         shown = json.loads(setup(server.url, "--json").stdout)
@@ -201,7 +204,7 @@ def test_the_doctor_says_if_messages_of_other_connections_do_not_arrive(
 ) -> None:
     server.setup()
     with standing_node(postgres_template) as other:
-        monkeypatch.setattr(address, "HEARD_WITHIN", 0.5)
+        monkeypatch.setattr(address, "MESSAGE_TIMEOUT", 0.5)
         elsewhere = f"{server.url}?listen_host=127.0.0.1&listen_port={other.port}"
         [(setting, cause)] = doubts(elsewhere)
     assert (setting, cause) == (
@@ -251,7 +254,7 @@ def test_the_doctor_counts_connections_and_long_transactions(
     server: PostgresNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server.setup()
-    monkeypatch.setattr(schema, "LONG", "0 seconds")
+    monkeypatch.setattr(schema, "LONG_TRANSACTION", "0 seconds")
     with ExitStack() as stack:
         for _ in range(33):  # of 40
             connection = stack.enter_context(closing(server.connect()))

@@ -23,9 +23,9 @@ from celery_redlock.operate.cli import views
 from celery_redlock.operate.metrics import Metrics
 from celery_redlock.signals import MessagesRecoveredEvent, messages_recovered
 from celery_redlock.tasks.delivery.republish import MOVES
-from celery_redlock.tasks.recovery.observer import BEAT_INTERVAL, LENGTH, PROOF
+from celery_redlock.tasks.recovery.observer import BEAT_INTERVAL, DETECTION_TIME, PROOF
 from celery_redlock.tasks.recovery.survey import Survey, open_survey
-from celery_redlock.tasks.recovery.tags import MOST_MOVES, DeliveryTag, new_lease
+from celery_redlock.tasks.recovery.tags import MAX_MOVES, DeliveryTag, new_lease
 from tests.conftest import Nodes, eventually
 from tests.integration.conftest import MakeStage, Stage, slow_but
 from tests.integration.test_command import command, in_json, run_of, schema_of
@@ -149,7 +149,7 @@ def lost(broker: Broker) -> Iterator[Lost]:
     results, tags = {}, {}
     for state, lease in leases.items():
         results[state] = tasks.late.delay(state)
-        moves = MOST_MOVES if state == "left" else 0
+        moves = MAX_MOVES if state == "left" else 0
         tags[state] = broker.take(results[state], lease, ago=600.0, moves=moves)
     results["plain"] = tasks.unlocked_late.delay("plain")
     tags["plain"] = broker.take(results["plain"], ago=600.0)
@@ -176,7 +176,7 @@ def test_what_lies_stranded_is_shown_with_its_worker_and_when_it_is_back(lost: L
         ], words  # fmt: skip
         silent, dead, left = shown
         assert silent["silent_for"] >= 3.0
-        assert silent["back_in"] == pytest.approx(max(0.0, LENGTH - silent["silent_for"]))
+        assert silent["back_in"] == pytest.approx(max(0.0, DETECTION_TIME - silent["silent_for"]))
         assert (dead["back_in"], left["back_in"]) == (0.0, None)
     for words in (["waiters"], ["top", "--count", "1"]):
         told = command(*words).output
@@ -263,7 +263,7 @@ def test_a_task_is_shown_with_the_worker_that_has_its_message(lost: Lost) -> Non
 def test_a_kept_message_of_a_dead_worker_is_not_said_to_be_back_now(broker: Broker) -> None:
     """Its worker lease stays among the dead while the broker refuses another message of it."""
     kept = broker.stage.tasks.late.delay("kept")
-    broker.take(kept, broker.lease("celery@web1", dead=True), ago=600.0, moves=MOST_MOVES)
+    broker.take(kept, broker.lease("celery@web1", dead=True), ago=600.0, moves=MAX_MOVES)
     why = in_json("show", kept.id)["task"]["reason"]
     assert re.fullmatch(
         "it was moved too often in a row, so its body may be what ends workers: it is back within "
@@ -308,7 +308,7 @@ def test_recover_finds_what_a_killed_worker_has_noted_late(broker: Broker) -> No
 
 def test_what_was_moved_too_often_stays_until_an_operator_moves_it(broker: Broker) -> None:
     result = broker.stage.tasks.late.delay("k")
-    tag = broker.take(result, broker.lease("celery@web1", dead=True), ago=60.0, moves=MOST_MOVES)
+    tag = broker.take(result, broker.lease("celery@web1", dead=True), ago=60.0, moves=MAX_MOVES)
     told = recover()
     assert told.exit_code == 0
     assert "left 1 message of celery@web1: it was moved too often in a row" in told.output
@@ -551,7 +551,7 @@ def test_a_body_that_kills_its_worker_each_time_stays_until_an_operator_moves_it
     with stage.tasks.late.lock_for("k", wait=60):
         neighbour = stage.tasks.late.delay("k")
         stage.see_deferred(neighbour)
-        poison = stage.tasks.kills_its_worker.apply_async(("p",), **{MOVES: MOST_MOVES - 1})
+        poison = stage.tasks.kills_its_worker.apply_async(("p",), **{MOVES: MAX_MOVES - 1})
         said = re.compile(r"left 1 message of w1@\S+ unacknowledged: they were moved too often")
         while not said.search(lives[-1].output()):
             if not lives[-1].runs:

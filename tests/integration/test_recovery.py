@@ -17,9 +17,9 @@ from redis import BusyLoadingError, Redis
 
 from celery_redlock.lock.model.keys import waiting_key
 from celery_redlock.tasks.delivery.republish import MOVES
-from celery_redlock.tasks.recovery.observer import LENGTH
+from celery_redlock.tasks.recovery.observer import DETECTION_TIME
 from celery_redlock.tasks.recovery.step import can_tag
-from celery_redlock.tasks.recovery.tags import MOST_MOVES, DeliveryTag, new_lease
+from celery_redlock.tasks.recovery.tags import MAX_MOVES, DeliveryTag, new_lease
 from celery_redlock.testing import EmbeddedNode
 from tests.conftest import Nodes, eventually
 from tests.integration.conftest import MakeStage, Stage, overlaps, pools
@@ -287,6 +287,9 @@ def test_a_worker_whose_interpreter_was_blocked_begins_nothing_that_was_moved(
         see_waiting(stage, waiting)
         stage.tasks.keeps_the_interpreter.delay("blocked", str(pipe))
         stage.wait_for("begin")
+        with stage.broker.client() as client:
+            eventually(lambda: client.hlen("unacked") == WAITING)
+        pipe.with_name("pipe may").touch()
         second = stage.worker("w2", pool="threads", concurrency=2)
         see_moved(second, WAITING)
     assert [result.get(timeout=120) for result in waiting] == [0] * WAITING
@@ -356,7 +359,7 @@ def test_a_woken_run_that_waits_in_its_slot_gives_nothing_back_that_was_moved(
     stage = make_stage(nodes, broker, broker_transport_options={"visibility_timeout": 40})
     first = stage.worker("w1", pool=pool, concurrency=1)
     with stage.tasks.late.lock_for("k", wait=60):
-        result = stage.tasks.late.apply_async(("k",), lock={"wait": 2 * LENGTH})
+        result = stage.tasks.late.apply_async(("k",), lock={"wait": 2 * DETECTION_TIME})
         eventually(lambda: len(unacked(broker)) == 1)
         eventually(lambda: all(node.client().zcard(WAITS_FOR_K) for node in nodes))
         stage.app.control.cancel_consumer("celery", destination=stage.see_listening("w1"))
@@ -413,7 +416,7 @@ def test_a_body_that_stops_the_event_loop_is_not_taken_for_a_dead_worker(
         # nobody else takes it, for w2 is told of it first
         stage.app.control.cancel_consumer("celery", destination=stage.see_listening("w2"))
         eventually(lambda: "Canceling queue celery" in second.output())
-        busy = stage.tasks.gives_nobody_way.delay("busy", 2 * LENGTH - 3, in_c=False)
+        busy = stage.tasks.gives_nobody_way.delay("busy", 2 * DETECTION_TIME - 3, in_c=False)
         assert busy.get(timeout=120) is True
         assert leases(stage.broker)["w1"] == lease
         assert tags_by_id(stage.broker).items() >= tags.items()
@@ -431,7 +434,7 @@ def test_a_worker_that_waits_for_its_bodies_to_end_is_not_taken_for_dead(stage: 
     client, lease = stage.broker.client(), leases(stage.broker)["w1"]
     told = client.time()[0]
     first.signal(signal.SIGTERM)
-    eventually(lambda: (client.zscore(LEASES, lease) or 0) / 1000 - told > LENGTH + 1)
+    eventually(lambda: (client.zscore(LEASES, lease) or 0) / 1000 - told > DETECTION_TIME + 1)
     stage.log.with_name("go").touch()
     assert first.wait() == 0
     assert running.get(timeout=120).startswith("w1@")
@@ -604,7 +607,7 @@ def test_messages_go_back_to_their_own_lists_and_nothing_else_changes(
     ).id
     plain = stage.tasks.plain.apply_async(("k",), **later).id
     beside = late.apply_async(("k",), queue="beside", **later).id
-    spent = late.apply_async(("spent",), **{MOVES: MOST_MOVES}, **later).id
+    spent = late.apply_async(("spent",), **{MOVES: MAX_MOVES}, **later).id
     eventually(lambda: broker.client().hlen("shop:mine") == 6 + 2 + 3)
     tags = tags_by_id(broker, "shop:mine")
     assert not DeliveryTag.of(tags[beside])

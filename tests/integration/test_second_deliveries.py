@@ -33,7 +33,7 @@ MAY_RUN = "cannot check whether another delivery"
 REVOKE_LEAVES_STATES = pytest.mark.skipif(
     celery.VERSION < (5, 7), reason="there revoke itself writes REVOKED at once"
 )
-HELD_BACK = "held-back"  # a queue that no worker has
+HELD_BACK = "back"  # a queue that no worker has
 LIMIT = 8  # s: a hard limit by which a body has begun, also where a stall of 5 s came before
 SOON = 2  # s: one that may also pass before the body begins
 

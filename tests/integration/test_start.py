@@ -111,6 +111,34 @@ def test_a_worker_does_not_start_if_it_would_not_lock(tmp_path: Path, app: str, 
     assert said in error
 
 
+@pytest.mark.parametrize("program", [("-m", "celery"), (str(Path(sys.prefix, "bin", "celery")),)])
+def test_a_wrong_key_ends_the_start_with_one_line(tmp_path: Path, program: tuple[str, ...]) -> None:
+    (tmp_path / "shop.py").write_text(
+        APP + NODES + OWN.replace("base=LockedTask", "base=LockedTask, lock_key='stock:{skus}'")
+    )
+    env = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", "PYTHONWARNINGS": "ignore"}
+    command = [sys.executable, *program, "-A", "shop", "worker", "-P", "solo"]
+    ended = subprocess.run(
+        command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert ended.returncode == 1
+    (line,) = ended.stderr.splitlines()
+    assert line.startswith("celery_redlock.errors.SettingsError: task 'shop.")
+    assert "lock_key='stock:{skus}'" in line
+
+
+def test_another_program_keeps_its_traceback(tmp_path: Path) -> None:
+    (tmp_path / "shop.py").write_text(
+        APP + NODES + OWN.replace("base=LockedTask", "base=LockedTask, lock_key='stock:{skus}'")
+    )
+    env = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    command = [sys.executable, "-c", "import shop; shop.app.finalize()"]
+    ended = subprocess.run(
+        command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert "Traceback (most recent call last)" in ended.stderr
+
+
 @pytest.mark.parametrize("pool", ["solo", "prefork"])
 def test_a_worker_does_not_start_if_its_metrics_lack_their_package(
     tmp_path: Path, pool: str
@@ -121,7 +149,7 @@ def test_a_worker_does_not_start_if_its_metrics_lack_their_package(
     assert "] ready" not in ended.stderr
     said = ended.stderr.rstrip().splitlines()[-1]
     assert "SettingsError: app: redlock_metrics='0.0.0.0:9808': " in said
-    assert "pip install 'celery_redlock[metrics]'" in said
+    assert "pip install 'prometheus-client>=0.21'" in said
 
 
 def test_a_worker_does_not_start_if_celery_tells_of_no_app_that_finalizes(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from celery.exceptions import TaskRevokedError
 from celery_redlock import LockedTask, LockTaken, QuorumUnreachable, SettingsError
 from celery_redlock.tasks.per_app import redlock_of
 from celery_redlock.testing import EmbeddedNode, WorkerProcess
-from tests.conftest import PATIENCE, Nodes, eventually, trust_nodes
+from tests.conftest import PATIENCE, Nodes, eventually, settled, trust_nodes
 from tests.integration.conftest import PASSWORD, STANDING, MakeStage, Stage
 from tests.integration.deliveries import heard, run_here, watched
 
@@ -93,6 +93,20 @@ def see_started_under_its_lock(stage: Stage, key: str) -> None:
         in_order = list(itertools.takewhile("SUCCESS".__ne__, stored))
     assert [state for state, _ in itertools.groupby(in_order)] == ["DEFERRED", "STARTED"]
     assert [line.more for line in stage.lines("state")] == [{"status": "STARTED", "held": True}]
+
+
+def test_a_try_that_its_rate_refuses_stores_no_started(stage: Stage, key: str) -> None:
+    task_id = str(uuid.uuid4())
+    with states_stored(stage, task_id) as stored, settled(stage.nodes) as other:
+        with other.lock(f"rated:{key}", rate="1/h", wait=60):
+            alone = {"rate": "1/h", "limit": 1}
+            result = stage.tasks.rated.apply_async((key,), lock=alone, task_id=task_id)
+            stage.see_deferred(result)
+        eventually(lambda: stage.info(result)["result"].get("rate") == "1/h")
+        other.break_lock(f"rated:{key}")
+        result.get(timeout=120)
+        in_order = list(itertools.takewhile("SUCCESS".__ne__, stored))
+    assert [state for state, _ in itertools.groupby(in_order)] == ["DEFERRED", "STARTED"]
 
 
 @contextmanager

@@ -11,6 +11,7 @@ clocks, servers. One random number, the seed, decides everything that happens in
 - `faults`: profiles: how large a world is and what befalls it
 - `invariants`: what must be true after every event
 - `schedules`: worlds from seeds, and exact interleavings written as lists of steps
+- `orders`: sends that take the place of the queued one, their runs, and what must be true of them
 - `mutants`: the shortcuts that must be caught, as patches of the shipped code
 - `recovery`: workers with worker leases on one `broker`, their faults, and all of that again:
   `recovery_invariants`, `recovery_steps`, `recovery_mutants`

@@ -24,15 +24,18 @@ from celery_redlock.lock.platform.clock import Platform
 from celery_redlock.lock.platform.forks import call_at_end
 from celery_redlock.lock.platform.threads import DeadlineTimer
 from celery_redlock.lock.server.handshake import ServerInfo
-from celery_redlock.lock.server.tenures import KEPT_MS, tenure_of
+from celery_redlock.lock.server.tenures import RECORD_TTL_MS, tenure_of
 from celery_redlock.lock.transport.address import RedisAddress
 from celery_redlock.lock.transport.command import encode_words
+from celery_redlock.tasks.unique import claim as claim_module
 from tests.conftest import Journal
 from tests.simulation.network import Link, Path
 from tests.simulation.nodes import Node
 from tests.simulation.world import STALE, Thread, World, running
 
 EPOCH = 1_700_000_000.0  # s since 1970 at the real s 0
+
+BURST = 0.3  # s: in place of `REPLACED_FOR`, so that some messages keep their place
 
 
 class SoftTimeLimit(Exception):  # noqa: N818 - as billiard names it
@@ -153,7 +156,7 @@ class Process:
             servers.insert(0, servers.pop(node))  # its own tenure is named first
             texts = [server.tenure(guard.prefix).decode() for server in servers]
             info.tenure, *info.others = map(tenure_of, texts)
-            info.sent_tenures = (texts[0], str(KEPT_MS), *texts[1:])
+            info.sent_tenures = (texts[0], str(RECORD_TTL_MS), *texts[1:])
         return info
 
     def thread(self, run: Callable[[], object]) -> Thread:
@@ -406,8 +409,8 @@ class Subscriber:
         self._process.subscribers.append(self)
 
     @property
-    def asked(self) -> set[str]:
-        """What it has asked for."""
+    def requested(self) -> set[str]:
+        """The channels that it has requested."""
         return self.confirmed
 
     def resubscribe(self) -> None:
@@ -418,7 +421,7 @@ class Subscriber:
 
     def close(self) -> None:
         """Hear nothing more; the node learns of it."""
-        self.node.ears.pop(self, None)
+        self.node.subscriptions.pop(self, None)
 
     def published(self, channel: bytes, message: bytes) -> None:
         """Take a message from the node."""
@@ -483,7 +486,7 @@ class Subscriber:
             self.resubscribe()
             return
         wanted = self._channels()
-        self.node.ears[self] = {channel.encode() for channel in wanted}
+        self.node.subscriptions[self] = {channel.encode() for channel in wanted}
         new, self.confirmed = wanted - self.confirmed, set(wanted)
         for channel in sorted(new):
             self._heard(channel, "")
@@ -631,7 +634,10 @@ def simulated_system() -> Iterator[None]:
     package.setLevel(logging.INFO)
     package.propagate = False
     try:
-        with patched(acquirer_module, Start=WatchedStart):
+        with (
+            patched(acquirer_module, Start=WatchedStart),
+            patched(claim_module, REPLACED_FOR=BURST),
+        ):
             yield
     finally:
         package.removeHandler(log)

@@ -52,7 +52,7 @@ from typing import TYPE_CHECKING, Any
 import hiredis
 
 from celery_redlock.lock.model.acquisition import Acquisition
-from celery_redlock.lock.model.keys import MARK, lock_key
+from celery_redlock.lock.model.keys import HOLD_MARK, lock_key
 from celery_redlock.lock.model.lease import MARGIN, Lease, State
 from celery_redlock.lock.model.rate import Start
 from celery_redlock.lock.model.votes import quorum_of
@@ -197,7 +197,7 @@ class Witness:
         name = claim.value.partition(":")[0]
         record = Record(claim, process, name, value, never[:], never[:], set())
         record.run = run
-        if not claim.value.startswith(MARK):
+        if not claim.value.startswith(HOLD_MARK):
             record.marks = self._marks_beside(record)
         self._records[value] = self._last_of[process] = record
         self.active.append(record)
@@ -488,7 +488,7 @@ class Witness:
         names = [record.base, *(record.base + b"#%d" % permit for permit in range(1, limit))]
         for node in self.nodes if limit > 1 else ():
             values = [] if node.down else [node.holder(name) or b"" for name in names]
-            marks = [value for value in values if value.startswith(MARK.encode())]
+            marks = [value for value in values if value.startswith(HOLD_MARK.encode())]
             if marks:
                 found[node.index] = marks[0]
         return found

@@ -35,6 +35,7 @@ from celery_redlock.lock.server.requests import (
     CANCEL,
     GRANT,
     GUARD,
+    NEWEST,
     PERMIT,
     RECORD,
     RELEASE,
@@ -45,9 +46,10 @@ from celery_redlock.lock.server.requests import (
 from celery_redlock.lock.server.restart_guard import RestartGuard
 from celery_redlock.lock.server.tenures import Tenures
 from celery_redlock.lock.transport.command import IGNORE_REPLY, Command, Round, Script
-from celery_redlock.tasks.unique import claim as claim_module
+from celery_redlock.tasks.unique import rounds as claim_rounds
 from celery_redlock.tasks.unique.claim import Claim
-from celery_redlock.tasks.unique.rounds import ClaimRound, EarlierSend, change
+from celery_redlock.tasks.unique.rounds import ClaimRound, EarlierSend, change_command
+from celery_redlock.tasks.unique.start import RunStart
 from tests.simulation import faults as faults_module
 from tests.simulation.clients import Clock, here, patched
 from tests.simulation.invariants import Witness
@@ -128,7 +130,7 @@ def no_drift() -> Iterator[None]:
 
     def whole(self: Lease, key: LockKey, *args: Any, **options: Any) -> None:
         make(self, key, *args, **options)
-        self._span = key.ttl
+        self.span = key.ttl
 
     with patched(Lease, __init__=whole):
         yield
@@ -299,7 +301,7 @@ def a_move_by_release() -> Iterator[None]:
     settle_on = PermitRound._settle_on
 
     def release_first(self: PermitRound, permit: int, node: int) -> None:
-        if self._offers[node][0] != permit and node not in self._moved:
+        if self._offers[node][0] != permit and node not in self._redirected:
             request = Requests("redlock", 0.0).release(self._lease)
             self._resend(node, Command(request, IGNORE_REPLY, RELEASE), None)
         settle_on(self, permit, node)
@@ -362,7 +364,7 @@ def done_read_before_the_grant() -> Iterator[None]:
         failure = lock_key(self, acquisition, LockKey(prefix, nobody_wants, options.ttl))
         if failure is None:
             marker = replace(options.marker, asks_since=None)
-            acquisition.options = replace(options, marker=marker)
+            acquisition.options = options._replace(marker=marker)
             failure = lock_key(self, acquisition, key)
         return failure
 
@@ -438,13 +440,13 @@ def votes_are_kept() -> Iterator[None]:
 @mutant("one_holder", steps="a_fail_back_to_another_server")
 def nobody_is_introduced() -> Iterator[None]:
     """Nodes are not told who serves under the addresses of the others."""
-    told = Tenures.told
+    arguments_for = Tenures.arguments_for
 
     def of_itself(self: Tenures, node: int) -> tuple[str, ...]:
-        own, kept, *others = told(self, node)
+        own, kept, *others = arguments_for(self, node)
         return own, kept, *[""] * len(others)
 
-    with patched(Tenures, told=of_itself):
+    with patched(Tenures, arguments_for=of_itself):
         yield
 
 
@@ -454,10 +456,10 @@ def _renewed(
     """Do what `Hold.renewed` does, but for what is done about a node whose lease had run out."""
     if self.expire(now) or self.state is not State.HELD:
         return node not in self.probation
-    self._runs[node] = run_id
+    self.runs[node] = run_id
     self.reclaims.pop(node, None)
     repaired(self, node, self.ends[node] <= now)
-    self.ends[node] = max(self.ends[node], sent + self._span)
+    self.ends[node] = max(self.ends[node], sent + self.span)
     if self.probation:
         self._confirm_others(node, sent)
     self._recount()
@@ -522,9 +524,9 @@ def a_release_that_is_late() -> Iterator[None]:
     check = KeyRelease._check_loss
 
     def whenever(self: KeyRelease, node: int, run_id: str) -> None:
-        ends, self._ends = self._ends, [math.inf for _ in self._ends]
+        ends, self._deadlines = self._deadlines, [math.inf for _ in self._deadlines]
         check(self, node, run_id)
-        self._ends = ends
+        self._deadlines = ends
 
     with patched(KeyRelease, _check_loss=whenever):
         yield
@@ -655,16 +657,16 @@ def one_node_knows_it() -> Iterator[None]:
     """One node that knows of an earlier send is enough to drop one."""
 
     def agreed(self: ClaimRound) -> EarlierSend | None:
-        return next((s for s in self.earlier.values() if s.is_sent), None)
+        return next((s for s in self.earlier_sends.values() if s.is_sent), None)
 
-    with patched(ClaimRound, agreed=property(agreed)):
+    with patched(ClaimRound, agreed_send=property(agreed)):
         yield
 
 
 @mutant("one_window", profile="sends")
 def a_window_of_one_node() -> Iterator[None]:
     """One node opens a window."""
-    with patched(ClaimRound, reached=property(lambda self: bool(self.changed))):
+    with patched(ClaimRound, has_quorum=property(lambda self: bool(self.changed_nodes))):
         yield
 
 
@@ -675,8 +677,8 @@ def marked_before_it_is_published() -> Iterator[None]:
 
     def marking(self: Claim) -> EarlierSend | None:
         earlier = opened(self)
-        if self.carried is not None:
-            self.carried.mark_superseded(here().redlock.session, "t")
+        if self.message_token is not None:
+            self.message_token.mark_superseded(here().redlock.session, "t")
         return earlier
 
     with patched(Claim, open=marking):
@@ -689,9 +691,58 @@ def a_claim_until_its_body_starts() -> Iterator[None]:
 
     def lasting(*what: Any, **how: Any) -> Any:
         terms = ["100000" if word.isdecimal() else word for word in what[4:]]
-        return change(*what[:4], *terms, **how)
+        return change_command(*what[:4], *terms, **how)
 
-    with patched(claim_module, change=lasting):
+    with patched(claim_rounds, change_command=lasting):
+        yield
+
+
+# sends that take the place of the queued one
+
+
+@mutant("order_kept", profile="orders")
+def a_start_that_no_quorum_has_noted() -> Iterator[None]:
+    """A run does not wait for what the nodes know of later starts."""
+    with patched(RunStart, wait=lambda self: True):
+        yield
+
+
+@mutant("order_kept", profile="orders")
+def a_start_that_nodes_forget() -> Iterator[None]:
+    """A run gives up its place when it starts, and that is all that the nodes know of its start."""
+    noted = "  largest, started, id = math.max(largest, number), number, ARGV[4]"
+    with patched_scripts({NEWEST: without(NEWEST, noted)}):
+        yield
+
+
+@mutant("order_of_sends", "replaced_for_a_later", profile="orders")
+def any_number_is_taken() -> Iterator[None]:
+    """A node takes the number of any send, by the clock of its sender."""
+    source = without(NEWEST, "if number <= largest then", instead="if false then")
+    with patched_scripts({NEWEST: source}):
+        yield
+
+
+@mutant("replaced_for_a_later", profile="orders")
+def replaced_before_it_is_published() -> Iterator[None]:
+    """A send marks the queued message as soon as it has its place."""
+    with marked_before_it_is_published():
+        yield
+
+
+@mutant("two_queued", profile="orders-without-faults")
+def a_kept_place_that_is_forgotten() -> Iterator[None]:
+    """A message is queued beside one that keeps its place, and the nodes know the last alone."""
+    source = without(NEWEST, "lines = {sent, kept}", instead="lines = {sent}")
+    with patched_scripts({NEWEST: source}):
+        yield
+
+
+@mutant("two_queued", profile="orders-without-faults")
+def a_burst_that_begins_while_another_message_keeps_its_place() -> Iterator[None]:
+    """What is queued beside a message that keeps its place keeps its own after a while."""
+    age = "lines[2] and 0 or math.max(0, now - newest.began)"
+    with patched_scripts({NEWEST: without(NEWEST, age, instead="math.max(0, now - newest.began)")}):
         yield
 
 
@@ -741,7 +792,7 @@ def an_extension_not_awaited() -> Iterator[None]:
             return taken(self, acquisition, start, asked)
 
         def request(permit: int | None, is_repeated: bool) -> bytes:
-            return self.core.requests.take(start, 0, permit, again=True)
+            return self.core.requests.take(start, 0, permit, is_repeated=True)
 
         round_ = StartRound(start, self.core.nodes.send_to, request, asked, is_repeated=True)
         self.core.nodes.broadcast(round_.command(asked), self.core.clock.now())
@@ -782,7 +833,7 @@ def a_start_moved_by_a_cancel() -> Iterator[None]:
     settle_on = StartRound._settle_on
 
     def cancel_first(self: StartRound, permit: int, node: int) -> None:
-        if self._offers[node][0] != permit and node not in self._moved:
+        if self._offers[node][0] != permit and node not in self._redirected:
             start: Any = self._lease
             request = here().redlock.session.requests.cancel(start)
             self._resend(node, Command(request, IGNORE_REPLY, CANCEL), None)

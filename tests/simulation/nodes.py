@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from celery_redlock.lock.model.keys import guard_keys, tenure_key
 from celery_redlock.lock.server.requests import PERMIT, TRUST
-from celery_redlock.lock.server.tenures import KEPT_MS
+from celery_redlock.lock.server.tenures import RECORD_TTL_MS
 from celery_redlock.lock.transport.command import Script
 from celery_redlock.testing import model
 from celery_redlock.testing.model import Scripts, Server, engine
@@ -150,9 +150,9 @@ class Node(Server):
         links, self.links = list(self.links), {}
         for link in links:
             link.server_ended()
-        ears, self.ears = list(self.ears), {}
-        for ear in ears:
-            ear.broken()
+        subscribers, self.subscriptions = list(self.subscriptions), {}
+        for subscriber in subscribers:
+            subscriber.broken()
 
     def start(self) -> None:
         """Begin a new life with the memory that `stop` left."""
@@ -183,7 +183,7 @@ def introduce(nodes: Sequence[Node], prefix: str) -> None:
         for other in nodes:
             if other is not node:
                 key = tenure_key(prefix, other.name).encode()
-                node.put(key, other.tenure(prefix), KEPT_MS / 1000)
+                node.put(key, other.tenure(prefix), RECORD_TTL_MS / 1000)
 
 
 def lost_until(node: Node, silence: float) -> float:

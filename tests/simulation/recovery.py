@@ -24,7 +24,7 @@ from celery_redlock.tasks.recovery import ledger as ledger_module
 from celery_redlock.tasks.recovery import tags as tags_module
 from celery_redlock.tasks.recovery.keeper import Keeper, keepers, still_owned
 from celery_redlock.tasks.recovery.ledger import Ledger
-from celery_redlock.tasks.recovery.tags import MOST_MOVES, DeliveryTag
+from celery_redlock.tasks.recovery.tags import MAX_MOVES, DeliveryTag
 from tests.simulation.broker import CLOSES, INDEX, UNACKED, Broker, Client
 from tests.simulation.clients import Clock, Mutex, patched
 from tests.simulation.invariants import Violation
@@ -376,7 +376,7 @@ class Faults:
         for _ in range(draw.choice((6, 12, 20))):
             body = draw.choice((0.05, 0.5, 3.0, 8.0)) * draw.uniform(0.5, 1)
             due = draw.choice((0.0, 0.0, 0.0, 5.0, 12.0)) * draw.random()
-            moves = MOST_MOVES if draw.random() < 0.03 else 0
+            moves = MAX_MOVES if draw.random() < 0.03 else 0
             world.at(draw.uniform(0, SPAN), self._publish, body, due, moves, draw.choice(LISTS))
         kinds = (
             self._kill, self._kill, self._kill, self._stop, self._stop, self._stop, self._stop,
@@ -517,7 +517,11 @@ def simulated_workers(schedule: Recovery) -> Iterator[None]:
     log.setLevel(logging.DEBUG)
     try:
         rights = patched(Ledger, missing_rights=lambda self: [])
-        with patched(tags_module, uuid4=schedule.new_id), patched(ledger_module, CHUNK=FEW), rights:
+        with (
+            patched(tags_module, uuid4=schedule.new_id),
+            patched(ledger_module, CHUNK_BYTES=FEW),
+            rights,
+        ):
             yield
     finally:
         keepers.clear()

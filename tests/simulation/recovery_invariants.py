@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 from celery_redlock.tasks.delivery.republish import MOVES
 from celery_redlock.tasks.recovery.ledger import BEAT_SCRIPT, DECLARE_DEAD, MOVE, RECALL
-from celery_redlock.tasks.recovery.tags import MOST_MOVES, DeliveryTag
+from celery_redlock.tasks.recovery.tags import MAX_MOVES, DeliveryTag
 from tests.simulation.broker import UNACKED, Question
 from tests.simulation.invariants import Violation
 from tests.simulation.world import running
@@ -297,4 +297,4 @@ def uid_of(text: str) -> str:
 
 def moved_too_often(entry: str) -> bool:
     """Return whether a message stays where it is, as it was moved so often."""
-    return int(json.loads(entry)[0]["properties"].get(MOVES, 0)) >= MOST_MOVES
+    return int(json.loads(entry)[0]["properties"].get(MOVES, 0)) >= MAX_MOVES

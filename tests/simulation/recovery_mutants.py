@@ -187,10 +187,10 @@ def given_up_and_kept() -> Iterator[None]:
 
     def owns(self: Keeper, lease: str) -> bool:
         now = self._clock.now()
-        if lease != self._own.lease:
-            self._left[lease] = None
+        if lease != self._own_lease.lease:
+            self._former_leases[lease] = None
             return False
-        return now - self._own.answered < TRUST or self._is_alive(lease, now)
+        return now - self._own_lease.confirmed_at < TRUST or self._is_alive(lease, now)
 
     with patched(Keeper, owns=owns):
         yield
@@ -202,10 +202,10 @@ def moved_once() -> Iterator[None]:
     owns = Keeper.owns
 
     def and_no_more(self: Keeper, lease: str) -> bool:
-        before = dict(self._left)
+        before = dict(self._former_leases)
         owned = owns(self, lease)
         if lease not in before:
-            self._left.pop(lease, None)
+            self._former_leases.pop(lease, None)
         return owned
 
     with patched(Keeper, owns=and_no_more):
@@ -232,8 +232,8 @@ def kept_though_refused() -> Iterator[None]:
     take_over = Keeper._take_over
 
     def keep(self: Keeper, asked: Ledger, own: Any) -> None:
-        take_over(self, asked, own if own.lease else self._own)
-        self._left.pop(self.lease, None)
+        take_over(self, asked, own if own.lease else self._own_lease)
+        self._former_leases.pop(self.lease, None)
 
     with patched(Keeper, _take_over=keep):
         yield
@@ -242,13 +242,13 @@ def kept_though_refused() -> Iterator[None]:
 @shortcut("nothing_stays", steps="a_reconnect_that_may_not_join")
 def joined_once() -> Iterator[None]:
     """A worker whose join is refused does not try again until its next connection."""
-    begin_anew = Keeper._begin_anew
+    begin_anew = Keeper._rejoin
 
     def unless_refused(self: Keeper, ledger: Ledger, lost: str) -> None:
         if lost:
             begin_anew(self, ledger, lost)
 
-    with patched(Keeper, _begin_anew=unless_refused):
+    with patched(Keeper, _rejoin=unless_refused):
         yield
 
 
@@ -257,13 +257,13 @@ def an_answer_of_any_age() -> Iterator[None]:
     """The guard begins a message once it was answered, however long that took."""
 
     def owns(self: Keeper, lease: str) -> bool:
-        own, now = self._own, self._clock.now()
-        if lease == own.lease and lease != self._given_up:
-            if now - own.answered < TRUST or self._is_alive(lease, now):
+        own, now = self._own_lease, self._clock.now()
+        if lease == own.lease and lease != self._abandoned_lease:
+            if now - own.confirmed_at < TRUST or self._is_alive(lease, now):
                 return True
-            self._given_up = lease
+            self._abandoned_lease = lease
         else:
-            self._left[lease] = None
+            self._former_leases[lease] = None
         return False
 
     with patched(Keeper, owns=owns):
@@ -275,9 +275,9 @@ def one_try_for_its_own() -> Iterator[None]:
     """A worker that was taken for dead tries once to move what is left of its messages."""
 
     def move_what_is_left(self: Keeper, ledger: Ledger) -> None:
-        for lease in list(self._left):
-            del self._left[lease]
+        for lease in list(self._former_leases):
+            del self._former_leases[lease]
             self._move(ledger, lease, "was this worker's", "")
 
-    with patched(Keeper, _move_what_is_left=move_what_is_left):
+    with patched(Keeper, _move_former_leases=move_what_is_left):
         yield

@@ -160,6 +160,6 @@ def summary(counts: Counter[str]) -> str:
     names = (
         "schedules", "events", "holds", "starts", "losses", "repairs", "promotions", "silences",
         "restarts", "fail-backs", "stops", "cuts", "zombies", "dropped", "windows", "duplicates",
-        "superseded", "kills", "proofs", "moved", "mutants caught",
+        "superseded", "runs in order", "kills", "proofs", "moved", "mutants caught",
     )  # fmt: skip
     return ", ".join(f"{counts[name]} {name}" for name in names if name in counts)

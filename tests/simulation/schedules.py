@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import replace
 from typing import Any
 
 from celery_redlock.errors import LockLost, LockTaken, NotAcquired, QuorumUnreachable
@@ -21,6 +20,7 @@ from tests.simulation.faults import NODE_TIMEOUT, TTL, Faults, Profile, guard_si
 from tests.simulation.invariants import Witness
 from tests.simulation.network import Path
 from tests.simulation.nodes import Node, introduce, library
+from tests.simulation.orders import Orders
 from tests.simulation.world import Thread, World
 
 KEPT = 100.0  # s: of a done mark, or a window; no schedule is longer
@@ -55,6 +55,7 @@ class Schedule:
         self.debounced = [f"s{n}" for n in range(profile.sends) if draw.random() < 0.5]
         drawn = {name: draw.choice(profile.rates) for name in "abc"} if profile.rates else {}
         self.rates = {name: rate for name, rate in drawn.items() if rate is not None}
+        self.orders = Orders(self)
         for index in range(draw.choice(profile.clients)):
             self._add_process(index, guard)
         for node in self.nodes:
@@ -119,6 +120,9 @@ class Worker:
     def one(self) -> float:
         """Make one lock and use it; returns the s after which to make another."""
         profile, draw = self.schedule.profile, self.random.random
+        if profile.orders:
+            self.schedule.orders.step(self.process)
+            return draw() * 2 * self.pause
         if profile.sends:
             return self._send() if draw() < 0.6 else self._end_window()
         resources, fencing = self._resources(), draw() < profile.fencing
@@ -130,7 +134,7 @@ class Worker:
             rate={name: rates[name] for name in resources if name in rates} or None,
         )  # fmt: skip
         if profile.holds and draw() < profile.holds:
-            lock.ownership.options = replace(lock.ownership.options, is_hold=True)
+            lock.ownership.options = lock.ownership.options._replace(is_hold=True)
         if profile.runs:
             return self._delivery(lock)
         if lock.ownership.options.rates:
@@ -167,9 +171,9 @@ class Worker:
         def publish(ticket: ClaimToken | None) -> None:
             now = schedule.world.now
             if debounced:
-                due[0] = now + claim.lasts * (1 + schedule.profile.drift)
+                due[0] = now + claim.duration * (1 + schedule.profile.drift)
             if ticket is not None:
-                lease = min(claim.lasts, max(SENDING_TTL, MIN_ROUNDS * NODE_TIMEOUT))
+                lease = min(claim.duration, max(SENDING_TTL, MIN_ROUNDS * NODE_TIMEOUT))
                 opened = began - now
                 if not debounced:
                     opened = self.process.clock.since(ticket.ends_at - KEPT)
@@ -217,8 +221,8 @@ class Worker:
         """Run what may have run before; returns the s after which to take another message."""
         witness, draw = self.schedule.witness, self.random.random
         run = f"run{self.random.randrange(self.schedule.profile.runs)}"
-        lock.ownership.options = replace(
-            lock.ownership.options, marker=CompletionMarker(run, KEPT, asks_since=-math.inf)
+        lock.ownership.options = lock.ownership.options._replace(
+            marker=CompletionMarker(run, KEPT, asks_since=-math.inf)
         )
         done = False
         try:
@@ -244,8 +248,7 @@ class Worker:
         witness, draw, process = self.schedule.witness, self.random.random, self.process
         rates = lock.ownership.options.rates or {}
         follows = draw() < 0.8
-        before_starts = bool if follows else None  # nothing takes its time
-        lock.ownership.options = replace(lock.ownership.options, before_starts=before_starts)
+        lock.ownership.options = lock.ownership.options._replace(body_follows=follows)
         try:
             with witness.waiting(process, wait, keys=2 * len(lock.ownership.options.resources)):
                 lock.acquire()

@@ -8,7 +8,6 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import hiredis
@@ -94,8 +93,7 @@ class Actor:
     def _makes(self, resource: str | list[str], body_follows: bool = False, **terms: Any) -> Lock:
         terms = {"ttl": self._stage.ttl, "renew": False, **terms}
         lock = self.process.redlock.lock(resource, **terms)
-        before_starts = bool if body_follows else None  # nothing takes its time
-        lock.ownership.options = replace(lock.ownership.options, before_starts=before_starts)
+        lock.ownership.options = lock.ownership.options._replace(body_follows=body_follows)
         self.locks.append(lock)
         return lock
 

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 
 from celery_redlock.errors import LockTaken
-from celery_redlock.lock.engine.callers import LONGEST_SPIN
-from celery_redlock.lock.model.handoff import MOST_TURNS, TURN
-from celery_redlock.lock.retry import FIRST_SPIN, LONGEST_DEAF
+from celery_redlock.lock.engine.callers import MAX_SPIN
+from celery_redlock.lock.model.handoff import MAX_TURNS, TURN
+from celery_redlock.lock.retry import FIRST_SPIN, MAX_LISTENING_PAUSE
 from tests.simulation.clients import simulated_system
 from tests.simulation.stage import A_LITTLE, Actor, Stage
 
 TTL = 40.0  # s; an answer within 10 s
 SOON = 5 * A_LITTLE  # s: some messages one after another, with no time on the way
-LOOK = LONGEST_DEAF + MOST_TURNS * TURN + SOON  # s: what nobody is named for is taken by then
+LOOK = MAX_LISTENING_PAUSE + MAX_TURNS * TURN + SOON  # s: what nobody is named for is taken by then
 ALL = (0, 1, 2)
 
 
@@ -162,7 +162,7 @@ def test_a_lease_that_ends_without_a_release_is_followed_in_order(count: int) ->
     stage.at(ends)
     while not any(waiter.turns for waiter in waiters):
         stage.at(stage.world.now + A_LITTLE)
-        assert stage.world.now < ends + TTL * 0.02 + 2 * FIRST_SPIN + TURN * MOST_TURNS
+        assert stage.world.now < ends + TTL * 0.02 + 2 * FIRST_SPIN + TURN * MAX_TURNS
     stage.at(stage.world.now + count * 0.05 + TURN)
     assert all(waiter.turns == 1 for waiter in waiters)
     assert [w.taken_at for w in waiters] == sorted(w.taken_at for w in waiters)
@@ -308,5 +308,5 @@ def test_a_node_that_restarts_is_told_who_waits_as_they_subscribe_again() -> Non
     stage.options["node_timeout"] = TURN  # after which a reply that nobody waits for is read
     lined_up(stage, 3)
     stage.restarts(1)
-    stage.at(stage.world.now + LONGEST_SPIN + 4 * TURN)  # before a look
+    stage.at(stage.world.now + MAX_SPIN + 4 * TURN)  # before a look
     assert len(stage.waiting(1)) == 3

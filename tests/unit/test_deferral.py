@@ -23,7 +23,7 @@ from kombu.serialization import dumps, loads
 
 from celery_redlock.errors import RedlockError
 from celery_redlock.lock.platform.clock import SystemClock
-from celery_redlock.lock.validation import MOST_PERMITS
+from celery_redlock.lock.validation import MAX_PERMITS
 from celery_redlock.signals import LockDeferredEvent
 from celery_redlock.tasks.delivery.delivery import (
     SEEN,
@@ -32,7 +32,12 @@ from celery_redlock.tasks.delivery.delivery import (
     received_at,
     utc_now,
 )
-from celery_redlock.tasks.delivery.header import CLOCKS_DIFFER, NEVER_DEFERRED, Deferral, LockHeader
+from celery_redlock.tasks.delivery.header import (
+    CLOCK_TOLERANCE,
+    NEVER_DEFERRED,
+    Deferral,
+    LockHeader,
+)
 from celery_redlock.tasks.delivery.republish import NotRepublishedError, QueueGoneError, Requeue
 from celery_redlock.tasks.delivery.route import (
     Route,
@@ -91,12 +96,12 @@ def test_waited_time_is_a_sum_and_what_is_left_no_more_than_the_countdown(set_by
     """Whatever a node's clock was set by between two tries."""
     before = Deferral(2, NOW, NOW + 3.0, 2.0, had_waited=3.0)
     assert before.waited(NOW + 3.0 + set_by) == 3.0
-    assert before.left(NOW + 3.0 + set_by) == 2.0
+    assert before.remaining(NOW + 3.0 + set_by) == 2.0
     after = Deferral(3, NOW, NOW + 3.0 + set_by, 2.0, had_waited=3.0)
     carried = LockHeader.of(request(LockHeader(id="1", deferral=after).to_message())).deferral
     assert carried.waited(NOW + 5.0 + set_by) == 5.0
-    assert carried.left(NOW + 4.0 + set_by) == 1.0
-    assert carried.left(NOW + 6.0 + set_by) == -1.0
+    assert carried.remaining(NOW + 4.0 + set_by) == 1.0
+    assert carried.remaining(NOW + 6.0 + set_by) == -1.0
 
 
 def test_each_field_of_the_header_has_a_strange_value() -> None:
@@ -145,7 +150,7 @@ def test_a_number_that_no_worker_writes_counts_as_absent(field: str, value: Any)
     assert LockHeader.of(request(strange)) == LockHeader.of(request(plain))
 
 
-@pytest.mark.parametrize("limit", [-1, 0, MOST_PERMITS + 1])
+@pytest.mark.parametrize("limit", [-1, 0, MAX_PERMITS + 1])
 def test_a_message_waits_for_no_lock_with_a_limit_that_no_lock_has(limit: int) -> None:
     header = LockHeader.of(request({"deferral": {"limit": limit}}))
     assert header.deferral.limit == 1
@@ -411,7 +416,7 @@ def test_a_deferred_message_asks_for_markers_since_its_first_try() -> None:
     now = utc_now().timestamp()
     delivery = delivery_of(deferred(deferred(LockHeader(), now - 65), now - 5))
     clock = redlock_of(delivery.task.app).session.clock
-    age = clock.now() - ran_since(delivery) - CLOCKS_DIFFER
+    age = clock.now() - ran_since(delivery) - CLOCK_TOLERANCE
     assert 65 <= age <= 65.01 + utc_now().timestamp() - now
 
 
@@ -466,3 +471,13 @@ def test_a_broker_that_is_away_is_asked_now_and_then_and_a_queue_that_is_gone_fo
         waited += pause
     with pytest.raises(RedlockError, match="queue 'q' is gone"):
         pause_in_slot(delivery, gone, pause)
+
+
+@pytest.mark.parametrize("retries", [None, "x", -1, 10**400, 1e308, [], {}, True, 3])
+def test_a_header_is_that_of_its_message_whatever_the_sender_wrote_as_its_retries(
+    retries: Any,
+) -> None:
+    before = Context({"id": "1", "retries": retries})
+    written = LockHeader().deferred(before, Deferral(count=1, at=1.8e9)).to_message()
+    again = Context({"id": "1", "retries": retries, "headers": {"redlock": written}})
+    assert LockHeader.of(again).was_republished

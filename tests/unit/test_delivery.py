@@ -26,7 +26,7 @@ from celery_redlock.tasks.delivery.delivery import (
     seen_of,
 )
 from celery_redlock.tasks.delivery.header import (
-    CLOCKS_DIFFER,
+    CLOCK_TOLERANCE,
     NO_HEADER,
     Deferral,
     LockHeader,
@@ -345,7 +345,7 @@ def test_a_delivery_is_shown_as_celery_shows_a_task() -> None:
 def test_a_message_that_goes_in_hops_is_never_early(left: float, longest: float) -> None:
     """It runs if no more is left than two processes differ in the time of the nodes."""
     left -= hop_of(left, longest)  # of the send, to the second or not
-    while left > CLOCKS_DIFFER:
+    while left > CLOCK_TOLERANCE:
         hop = whole_seconds(hop_of(left, longest))
         assert hop <= longest + 1
         left -= hop

@@ -161,6 +161,31 @@ def test_an_app_is_whole_when_it_has_finalized(script: str) -> None:
     run(BEGINNING + LOCKED + script)
 
 
+def test_the_order_of_sends_is_not_imported_if_no_task_has_one() -> None:
+    script = """
+import sys
+from celery.contrib.testing.worker import start_worker
+from celery_redlock.testing import EmbeddedNode
+
+ORDER = "celery_redlock.tasks.unique.newest"
+with EmbeddedNode() as node:
+    shop = Celery("shop", broker="memory://", backend="cache+memory://")
+    shop.conf.redlock_nodes = [node.url]
+
+    @shop.task(base=LockedTask, lock_key="k", lock_unique_for=60)
+    def once(): return ORDER in sys.modules
+
+    @shop.task(base=LockedTask, lock_key="k", **dict(
+        lock_unique_for=60, lock_unique_until="started", lock_on_duplicate="newest"))
+    def newest(): return ORDER in sys.modules
+
+    with start_worker(shop, perform_ping_check=False):
+        assert once.delay().get(timeout=60) is False
+        assert newest.delay().get(timeout=60) is True
+"""
+    run(BEGINNING + "from celery_redlock import LockedTask\n" + script)
+
+
 def test_settings_may_import_the_package_while_an_app_finalizes(tmp_path: Path) -> None:
     settings = "from celery_redlock import Backoff\nredlock_backoff = Backoff()\nredlock_ttl = -1\n"
     (tmp_path / "late_settings.py").write_text(settings)

@@ -10,8 +10,8 @@ from celery_redlock.errors import NodeError
 from celery_redlock.lock.engine.rounds import PlaceRound
 from celery_redlock.lock.model.handoff import (
     LADDER,
-    MOST_TURNS,
-    RELEASES,
+    MAX_RELEASES,
+    MAX_TURNS,
     TURN,
     AskAgain,
     Named,
@@ -96,10 +96,10 @@ def test_one_node_alone_lets_no_waiter_act_at_once(told: list[tuple[int, str]]) 
 
 def test_old_releases_are_forgotten() -> None:
     namings = Namings(2)
-    for number in range(RELEASES + 1):
+    for number in range(MAX_RELEASES + 1):
         namings.turns(Named(0, f"r{number}", "r"), 0)
     assert namings.turns(Named(0, "r0", "r"), 1) == 1
-    assert namings.turns(Named(0, f"r{RELEASES}", "r"), 1) == 0
+    assert namings.turns(Named(0, f"r{MAX_RELEASES}", "r"), 1) == 0
 
 
 @given(st.integers(0, 99), st.text(max_size=100).filter(lambda text: " " not in text), st.text())
@@ -180,12 +180,12 @@ class TestNextMove:
         if not isinstance(move, AskAgain):
             return
         turns = move.step.passed - step.passed
-        assert 1 <= turns <= MOST_TURNS
+        assert 1 <= turns <= MAX_TURNS
         assert move.seconds == pytest.approx(turns * TURN)
         assert move.step == step._replace(passed=step.passed + turns)
         # not one turn more than it takes for those before it, and no more questions
         assert place.rank - move.step.passed >= place.free - 1
-        assert turns == MOST_TURNS or next_move(place, move.step) is None
+        assert turns == MAX_TURNS or next_move(place, move.step) is None
 
     @given(st.integers(0, 100), st.lists(st.integers(0, 100)), st.integers(1, 5))
     def test_a_waiter_goes_after_so_many_turns_whatever_rank_it_is_told(

@@ -14,7 +14,7 @@ from kombu.transport import _transport_cache
 
 from celery_redlock import LockedTask, SettingsError
 from celery_redlock.operate.lints import Lint, lint
-from celery_redlock.operate.start_report import left_open, report_lints
+from celery_redlock.operate.start_report import open_decisions, report_lints
 from celery_redlock.tasks.settings.levels import declared_queues
 
 NODES = ["redis://a", "redis://b", "redis://c"]
@@ -430,7 +430,7 @@ def test_a_task_is_looked_at_in_the_queue_of_its_own_routing() -> None:
 def test_a_task_that_no_setting_locks_is_not_told_of() -> None:
     early, late = {"acks_late": False}, {"reject_on_worker_lost": False}
     app = shop_of({"redlock_key": False, **ON_REDIS}, {"thank": early, "greet": late})
-    assert lint(app) == left_open(app) == ()
+    assert lint(app) == open_decisions(app) == ()
     own = shop_of({"redlock_key": False}, {"thank": early, "take": {**early, "lock_key": "all"}})
     (found,) = lint(own)
     assert found.hint.startswith("take: a message is lost")
@@ -453,7 +453,7 @@ def test_an_option_that_another_plugin_has_left_behind_is_told_of(
 
 
 def opened(app: Celery) -> list[tuple[str, str, str]]:
-    return [(one.level, one.setting, one.value) for one in left_open(app)]
+    return [(one.level, one.setting, one.value) for one in open_decisions(app)]
 
 
 ONE_NODE = {**ON_REDIS, "redlock_nodes": ["redis://a"]}
@@ -494,14 +494,14 @@ def test_adopted_tasks_with_deduplicated_sends_are_told_what_their_senders_need(
     declared = {"shop.f": {"lock_unique_for": 60}}  # with its base its senders have the rest
     for option in ("unique_for", "debounce", "ttl"):
         conf = {"redlock_tasks": {"vendor.*": {option: 20}}}
-        found = left_open(shop_of(conf, declared, unlocked="vendor.build"))
+        found = open_decisions(shop_of(conf, declared, unlocked="vendor.build"))
         hints = [one.hint for one in found if one.setting == "app: redlock_tasks"]
         told = [hint.startswith("vendor.build: a process that sends them") for hint in hints]
         assert told == ([] if option == "ttl" else [True])
 
 
 def test_an_app_without_locked_tasks_leaves_nothing_open() -> None:
-    assert left_open(shop_of(ONE_NODE, {})) == ()
+    assert open_decisions(shop_of(ONE_NODE, {})) == ()
 
 
 def test_an_entry_after_a_glob_that_takes_its_tasks_is_told_from_one_without_tasks() -> None:

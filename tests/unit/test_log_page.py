@@ -16,7 +16,7 @@ from celery_redlock import Redlock
 from celery_redlock.lock.node_status import shared_settings_of
 from celery_redlock.lock.reports import NodeList, NodeStatus
 from celery_redlock.operate.lints import lint
-from celery_redlock.operate.start_report import left_open
+from celery_redlock.operate.start_report import open_decisions
 from celery_redlock.tasks.startup import _log_report
 from tests import fork_server
 from tests.sources import ONE_PROCESS, lines_of, nodes_of, text_of, tree_of
@@ -197,7 +197,7 @@ def test_the_lines_about_the_nodes_at_a_start_are_on_the_page(
 
 def test_the_lines_about_settings_are_those_of_an_app() -> None:
     app = shop_of({"redlock_nodes": ["redis://a"]}, {"shop.take": {"lock_limit": 2}})
-    found = [*lint(app), *left_open(app)]
+    found = [*lint(app), *open_decisions(app)]
     for event, line in rows():
         if event in {"lint", "left_open"}:
             assert [one for one in found if str(one).startswith(line.removesuffix("..."))], line

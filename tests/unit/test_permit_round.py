@@ -90,9 +90,33 @@ def test_the_permit_that_a_quorum_has_free_is_takable() -> None:
 
 def test_permits_of_single_nodes_are_free_somewhere_and_not_takable() -> None:
     asked = Asked(3)
-    for node, view in enumerate(("0111111111", "1011111111", "1101111111")):
+    for node, view in enumerate(("0a11111111", "b011111111", "bc01111111")):
         asked.granted(node, node, view)
     assert (asked.round.takable(), asked.round.is_free_somewhere) == (None, True)
+
+
+@pytest.mark.parametrize(
+    ("views", "is_free"),
+    [
+        (
+            ("0aaaaaaaaa", "b0bbbbbbbb", "bb0aabbbbb"),
+            True,
+        ),  # of some, two rivals have one node each
+        (("0bbbbbbbbb", "a0bbbbbbbb", "abbbbbbbbb"), False),
+        (("0123456789", "0123456789", "a023456789"), True),  # two nodes have permit 0 free
+        (("a000000000", "a123456789", "0123456789"), False),
+    ],
+)
+def test_a_permit_whose_holder_has_a_bare_majority_is_not_free(
+    views: Sequence[str], is_free: bool
+) -> None:
+    asked = Asked(3)
+    for node, view in enumerate(views):
+        if "0" in view:
+            asked.granted(node, view.index("0"), view)
+        else:
+            asked.refused(node, view)
+    assert asked.round.is_free_somewhere is is_free
 
 
 @pytest.mark.parametrize(

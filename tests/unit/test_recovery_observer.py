@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from celery_redlock.tasks.recovery.observer import (
     BEAT_INTERVAL,
-    LENGTH,
+    DETECTION_TIME,
     LOOK_GAP,
     PROOF,
     QUIET,
@@ -26,8 +26,8 @@ def looks(observer: Observer, *moments: float, quiet: Mapping[str, str] = A) -> 
 
 
 def test_a_worker_begins_nothing_for_as_long_as_a_proof_takes() -> None:
-    assert BEAT_INTERVAL < QUIET < TRUST < PROOF < LENGTH
-    assert LENGTH == QUIET + PROOF
+    assert BEAT_INTERVAL < QUIET < TRUST < PROOF < DETECTION_TIME
+    assert DETECTION_TIME == QUIET + PROOF
     assert LOOK_GAP < PROOF
 
 

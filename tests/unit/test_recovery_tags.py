@@ -14,7 +14,7 @@ from kombu.utils.json import dumps, loads
 from celery_redlock import LockedTask
 from celery_redlock.tasks.delivery.header import HEADER
 from celery_redlock.tasks.recovery.tags import (
-    MOST_MOVES,
+    MAX_MOVES,
     MOVES,
     DeliveryTag,
     lease_of,
@@ -225,7 +225,7 @@ def test_a_message_without_headers_gets_the_flag() -> None:
 
 def test_a_message_counts_its_moves_and_is_moved_so_often_and_no_more() -> None:
     raw = message_of()
-    for number in range(1, MOST_MOVES + 1):
+    for number in range(1, MAX_MOVES + 1):
         raw = moved_of(raw)
         assert raw["properties"][MOVES] == number
     assert moved(entry_of(raw)) is None

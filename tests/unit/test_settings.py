@@ -149,16 +149,20 @@ class TestOptionsThatAMessageMayCarry:
     def test_another_one_is_refused_at_a_send_and_ignored_in_a_message(self, named: Any) -> None:
         made, carried = plan({"redlock_call_options": named}), {"key": False, "wait": 3}
         if named is None:  # all, by default
-            assert plan().heeded(carried) == made.heeded(carried) == made.check_call(carried)
+            assert (
+                plan().allowed_options(carried)
+                == made.allowed_options(carried)
+                == made.check_call(carried)
+            )
         else:
             with raised(r"'key': \.\.\.\}=False", "redlock_call"):
                 made.check_call({"key": False})
-            assert set(made.heeded(carried)) == set(named)
+            assert set(made.allowed_options(carried)) == set(named)
 
     def test_an_option_that_does_not_exist_stays_an_error(self) -> None:
         made = plan({"redlock_call_options": ["ttl"]})
         with raised("is not an option; did you mean 'ttl'"):
-            made.options_for("q", made.heeded({"tll": 3}))
+            made.options_for("q", made.allowed_options({"tll": 3}))
 
     def test_what_a_call_changes_of_what_is_excluded_is_told(self) -> None:
         made = plan(key="k:{a}")
@@ -169,7 +173,7 @@ class TestOptionsThatAMessageMayCarry:
             ({"rate": [3, 60], "wait": 9}, {"rate": "3/m"}),
             ({"key": "k:{a}", "limit": 1, "rate": None, "ttl": 9}, {}),
         ):
-            assert made.overridden("q", made.options_for("q", carried)) == changed
+            assert made.overridden_options("q", made.options_for("q", carried)) == changed
 
 
 def test_an_entry_for_a_task_of_others_stands_where_a_tasks_own_options_do() -> None:
@@ -218,6 +222,7 @@ WRONG: dict[str, list[Any]] = {
     ],
 }  # fmt: skip
 
+NEWEST = {"unique_for": 9, "unique_until": "started", "on_duplicate": "newest"}
 CLINIC = ("doctor:{a}", "clinic:{b}")
 TEN = {"clinic:{b}": 10}
 OURS = "task 'shop.f'"  # a level, as an error names it
@@ -276,7 +281,7 @@ REFUSED: dict[str, list[Wrong]] = {
         *at_each_level("on_conflict", "merge", "'defer', 'skip', 'fail'.*a callable"),
     ],
     "what was taken out": [
-        *at_each_level("on_duplicate", "replace", "the option debounce, .*lock_debounce=30"),
+        *at_each_level("on_duplicate", "replace", '"newest", .*="started".*debounce=30'),
         *at_each_level("max_deferrals", 3, "max_wait ends .* on_conflict"),
         *of_app("redlock_call_options", *((value, "") for value in (
             "wait", 7, True, [7], {"wait": 1}, ["wiat"], [["wait"]])),
@@ -330,6 +335,19 @@ REFUSED: dict[str, list[Wrong]] = {
         ({}, {"debounce": 4, "debounce_max": 3}, None, "debounce_max=3.*debounce=4"),
         ({}, {"debounce": 4, "key": False}, None, "counts sends by the lock's key"),
         ({}, {"debounce": 4}, {"unique_for": 9}, "call.*unique_for=9"),
+    ],
+    "the newest beside what it cannot replace by": [
+        ({}, {**NEWEST, "unique_until": "finished"}, None, 'unique_until=\'finished\'.*="newest"'),
+        ({}, {**NEWEST, "unique_until": "expired"}, None, 'unique_until=.*="newest".*"started"'),
+        ({}, {**NEWEST, "unique_for": None}, None, 'unique_for=None.*on_duplicate="newest"'),
+        ({}, {**NEWEST, "debounce": 4}, None, 'debounce=4.*on_duplicate="newest"'),
+        ({}, {**NEWEST, "on_conflict": "skip"}, None, 'on_conflict=.*"newest".*"defer"'),
+        ({}, {**NEWEST, "limit": 2}, None, 'limit=2.*"newest".*limit=1'),
+        ({"redlock_limit": 2}, NEWEST, None, 'limit=2.*"newest".*limit=1'),
+        ({"redlock_on_duplicate": "newest"}, {}, None, 'unique_for=None.*="newest"'),
+        ({"redlock_debounce": 4}, NEWEST, None, 'debounce=4.*on_duplicate="newest"'),
+        ({}, {"unique_for": 9}, {"on_duplicate": "newest"}, '^call: unique_until=.*="newest"'),
+        ({}, NEWEST, {"unique_for": None}, '^call: unique_for=None.*on_duplicate="newest"'),
     ],
     "a limit or a rate of another key": [
         (conf, lock, call, rf"^{level}: (lock_)?{name}=.*{words}")
@@ -433,6 +451,8 @@ class TestWhatIsRefused:
         assert plan({"redlock_limit": 3}, fencing=True, limit=1).options_for("q").fencing
         assert plan({"redlock_unique_for": 9}, unique_for=None, debounce=4).may_be_unique
         assert plan(account=lambda self: None)  # the user's own method
+        assert plan(**NEWEST).may_be_unique
+        assert plan(**NEWEST).check_call({"unique_for": None, "on_duplicate": "existing"})
         assert plan(debounce=4).check_call({"unique_for": 9, "debounce": None})
         read_app({"redlock_limit": TEN, "redlock_queues": {"q": {"limit": {"a": 2}}}})
 

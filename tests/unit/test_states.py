@@ -16,7 +16,7 @@ from celery.events.state import State
 from celery.exceptions import SoftTimeLimitExceeded
 from celery.signals import task_revoked
 
-from celery_redlock.tasks.reporting import MOST_PENDING, StateReporter, StoringThread
+from celery_redlock.tasks.reporting import MAX_PENDING, StateReporter, StoringThread
 from tests.conftest import eventually
 
 
@@ -78,6 +78,14 @@ def test_a_soft_limit_that_strikes_as_monitors_are_told_of_a_start_ends_the_run(
 
     with pytest.raises(SoftTimeLimitExceeded):
         StateReporter(make_task(None), a_request(), send).started(was_deferred=True)
+
+
+def test_a_task_that_sends_no_events_sends_none_of_its_lock(make_task: Make) -> None:
+    task, sent = make_task(None), []
+    for task.send_events in (False, True):
+        reporter = StateReporter(task, a_request(), lambda event, **_: sent.append(event))
+        reporter.started(was_deferred=True)
+        assert sent == (["task-retried", "task-started"] if task.send_events else [])
 
 
 def test_a_backend_that_is_away_as_started_is_stored_lets_the_body_run(
@@ -260,7 +268,7 @@ def test_a_message_is_acknowledged_once_its_final_state_is_stored_or_replaced(
 
 
 def test_states_above_a_bound_are_lost_but_no_final_ones(storing: Storing) -> None:
-    for number in range(MOST_PENDING):
+    for number in range(MAX_PENDING):
         storing.put(f"m{number}", "kept")
     storing.put("one more", "dropped")
     storing.put("m0", "newer")

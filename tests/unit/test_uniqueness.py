@@ -59,6 +59,20 @@ def test_an_eager_send_is_refused_for_what_contradicts_its_debounce(wrong: dict[
         index.apply_async((1,), **wrong)
 
 
+@pytest.mark.parametrize("wrong", [{"countdown": 5}, {"eta": "2030-01-01"}])
+def test_a_send_that_replaces_the_queued_one_has_no_time_of_its_own(wrong: dict[str, Any]) -> None:
+    app = Celery("unit", broker="memory://", set_as_current=False)
+    app.conf.update(task_always_eager=True, redlock_nodes=["redis://127.0.0.1:1"])
+    newest: dict[str, Any] = {"lock_unique_until": "started", "lock_on_duplicate": "newest"}
+
+    @app.task(base=LockedTask, lock_unique_for=5, **newest, shared=False)
+    def index(order: int) -> int:
+        return order
+
+    with pytest.raises(SettingsError, match=f'call: {next(iter(wrong))}=.*on_duplicate="newest"'):
+        index.apply_async((1,), **wrong)
+
+
 @pytest.mark.parametrize("key", [False, lambda task, args, kwargs: None])
 def test_a_send_without_a_key_is_not_debounced_and_takes_any_countdown(key: Any) -> None:
     app = Celery("unit", broker="memory://", set_as_current=False)

@@ -169,7 +169,7 @@ def test_the_command_says_the_same_before_it_is_imported() -> None:
 
 @FORKED
 def test_nothing_is_connected_to_the_public_signals(registered: list[dict[str, Any]]) -> None:
-    assert len(registered[1]["public"]) == 10
+    assert len(registered[1]["public"]) == 12
     assert not any(registered[1]["public"].values())
 
 
@@ -209,12 +209,12 @@ def modules_that_use(*names: str) -> set[str]:
 
 @ONE_PROCESS
 def test_nothing_else_connects_to_celery() -> None:
-    on_demand = {"operate/metrics.py", "operate/tracing.py"}
+    on_demand = {"operate/metrics.py", "operate/tracing.py", "operate/drill/worker.py"}
     # the lock's floor imports no Celery, and connects to nodes
     connecting = {one for one in modules_that_use("connect") if not one.startswith("lock/")}
     assert connecting == {"wiring.py", *on_demand}
     registering = ("connect_on_app_finalize", "inspect_command", "control_command", "steps")
-    assert modules_that_use(*registering) == {"wiring.py"}
+    assert modules_that_use(*registering) == {"wiring.py", "operate/drill/worker.py"}
     at_fork = {"lock/platform/forks.py", "tasks/children/reaper.py"}
     assert modules_that_use("register_at_fork") == at_fork
     named = set(re.findall(r"`(\w+/[\w/]+\.py)`", wiring.__doc__ or ""))

@@ -24,7 +24,7 @@ from celery_redlock.lock.engine.rounds import AcquireRound
 from celery_redlock.lock.engine.starts import StartRound
 from celery_redlock.lock.model.acquisition import Acquisition, Hold
 from celery_redlock.lock.model.fencing import Fence, proposal
-from celery_redlock.lock.model.keys import MARK, parts_of, value_of
+from celery_redlock.lock.model.keys import HOLD_MARK, name_of_run, parts_of, value_of
 from celery_redlock.lock.model.lease import MARGIN, Lease, LockKey
 from celery_redlock.lock.model.options import LockOptions
 from celery_redlock.lock.model.rate import Rate, RateKey, Start
@@ -32,11 +32,11 @@ from celery_redlock.lock.model.votes import is_split
 from celery_redlock.lock.server.requests import GRANT
 from celery_redlock.lock.transport.command import Command
 
-IMPLAUSIBLE = "FENCE is far ahead of the other nodes"
+IMPLAUSIBLE_COUNTER = "FENCE is far ahead of the other nodes"
 ROUNDS_IN_TTL = 4  # number of rounds that must fit into a ttl
-UNCLEAR_SPLITS = 2  # tries more, if nodes have permits free that no quorum shares
-LONGEST_ROLLBACK = 0.01  # seconds, the longest pause between the two rounds of a try
-TAKEN_AGAIN = 3  # times that a start is asked for again if the body would begin too late for it
+MAX_UNCLEAR_SPLITS = 2  # more tries, if nodes have permits free that no quorum shares
+MAX_ROLLBACK_PAUSE = 0.01  # seconds, the longest pause between the two rounds of a try
+START_REPETITIONS = 3  # more requests for a start that is too old once its body may begin
 
 Failure = LockTaken | QuorumUnreachable
 Ask = Callable[[int | None], tuple[Failure | None, PermitRound]]  # for any permit, or for one
@@ -47,7 +47,14 @@ class AlreadyCompletedError(RedlockError):
 
 
 class SupersededError(RedlockError):
-    """The same task was sent again meanwhile, and the later send runs instead."""
+    """The same task was sent again meanwhile, and the later send runs instead.
+
+    later: the task id of a later send; "" if it is not known here.
+    """
+
+    def __init__(self, resource: str, later: str = "") -> None:
+        super().__init__(resource)
+        self.later = later
 
 
 class Acquirer:
@@ -84,8 +91,8 @@ class Acquirer:
             failure = self.confirm_fencing_token([acquisition])
         if failure is None and options.rates:
             failure = self._take_starts(acquisition, options.rates)
-        several = len(acquisition.leases) > 1
-        if failure is None and several and not acquisition.held(clock.now()):
+        has_several_keys = len(acquisition.leases) > 1
+        if failure is None and has_several_keys and not acquisition.held(clock.now()):
             # the first keys expired during the rounds for later keys
             failure = QuorumUnreachable(acquisition.resource, (), core.nodes.quorum)
         if failure is not None:
@@ -94,12 +101,12 @@ class Acquirer:
         core.watchdog.watch(acquisition)
         replaced_at = core.guard.replaced_at
         if replaced_at:  # between the grant of the first key and now
-            for one in (*acquisition.leases, *acquisition.starts):
-                for node in one.replaced(replaced_at):
-                    one.withdraw(node)
+            for lease in (*acquisition.leases, *acquisition.starts):
+                for node in lease.replaced(replaced_at):
+                    lease.withdraw(node)
         acquisition.nest()
         core.events.acquired(acquisition)
-        if acquisition.starts and options.before_starts is None:
+        if acquisition.starts and not options.body_follows:
             failure = self.begin_body(acquisition)  # last: who hears of the acquire may take long
             if failure is not None:
                 core.events.released(acquisition)
@@ -127,7 +134,7 @@ class Acquirer:
         if marker is not None and (keys[0].limit > 1 or marker.is_redelivered):
             prefix = self.core.options.prefix
             ttl = acquisition.options.ttl
-            keys = [LockKey(prefix, f"run:{marker.run}", ttl), *keys]
+            keys = [LockKey(prefix, name_of_run(marker.run), ttl), *keys]
         for key in keys:
             lock = self._lock_key if key.limit == 1 else self._lock_permit
             failure = lock(acquisition, key)
@@ -145,12 +152,12 @@ class Acquirer:
         core.events.claiming(acquisition, lease)
         round_ = AcquireRound(lease, core.nodes.send_to, options.marker)
         lease.sent = clock.now()
-        least = None
+        min_token = None
         if lease.fence is not None:
-            least = lease.fence.proposed = proposal(clock.wall_us())
-        request = core.requests.acquire(lease, options, least)
+            min_token = lease.fence.proposed = proposal(clock.wall_us())
+        request = core.requests.acquire(lease, options, min_token)
         is_suffixed = True
-        is_dated = bool(least)
+        is_dated = bool(min_token)
         command = Command(request, round_, GRANT, is_suffixed, is_dated)
         failure = self._run(round_, command, lease, acquisition)
         if failure is not None:
@@ -167,16 +174,16 @@ class Acquirer:
         """Send the request of a round to all nodes, and wait until the round is decided."""
         core = self.core
         clock = self._clock
-        sent = lease.sent
+        sent_at = lease.sent
         nodes = core.nodes
         guard = core.guard
-        nodes.broadcast(command, sent)
-        longest = acquisition.options.ttl / ROUNDS_IN_TTL
+        nodes.broadcast(command, sent_at)
+        max_wait = acquisition.options.ttl / ROUNDS_IN_TTL
         if round_.is_released:
             core.requests.release(lease)  # encoded now, while the nodes work
-        nodes.wait(round_, sent + min(nodes.timeout, longest))
+        nodes.wait(round_, sent_at + min(nodes.timeout, max_wait))
         if not round_.decided:
-            nodes.wait_for_connects(round_, sent, longest=longest)
+            nodes.wait_for_connects(round_, sent_at, max_seconds=max_wait)
         time_is_up = not round_.decided
         round_.decided = True
         if guard.same_server is not None:
@@ -194,9 +201,9 @@ class Acquirer:
 
     def _handle_refusals(self, round_: AcquireRound, lease: Lease) -> None:
         """Learn the clocks of nodes that refused; release what they granted to us too late."""
-        for node, other in round_.held_by.items():
-            self.core.guard.learn_time(node, other.wall, lease.sent)
-            self._releaser.release_late_grant(node, other.value)
+        for node, refusal in round_.held_by.items():
+            self.core.guard.learn_time(node, refusal.wall, lease.sent)
+            self._releaser.release_late_grant(node, refusal.value)
 
     def _lock_permit(self, acquisition: Acquisition, key: LockKey) -> Failure | None:
         """Try to get one permit of a key, in at most two rounds.
@@ -207,7 +214,7 @@ class Acquirer:
         """
         marker = acquisition.options.marker
         if marker is not None and marker.is_redelivered:
-            failure, _ = self._ask_permit(acquisition, key, asked=0)
+            failure, _ = self._ask_permit(acquisition, key, only_permit=0)
             is_own = isinstance(failure, LockTaken) and is_of_run(failure.holder, marker.run)
             if is_own or not isinstance(failure, LockTaken):
                 return failure  # the holder is this same run, in another delivery of its message
@@ -216,27 +223,30 @@ class Acquirer:
         return self._in_two_rounds(acquisition, ask, self._releaser.roll_back_last)
 
     def _in_two_rounds(
-        self, acquisition: Acquisition, ask: Ask, drop: Callable[[Acquisition], object]
+        self, acquisition: Acquisition, ask: Ask, undo_round: Callable[[Acquisition], object]
     ) -> Failure | None:
-        """Ask for any permit; then for one, if rivals share the nodes. drop: undoes a round."""
+        """Ask for any permit; then for a certain one, if rivals share the nodes.
+
+        undo_round: gives back what the first round has got.
+        """
         failure, round_ = ask(None)
         if not isinstance(failure, LockTaken) or not round_.is_free_somewhere:
             return failure
-        drop(acquisition)
+        undo_round(acquisition)
         permit = round_.takable()
         if permit is None:
-            self._clock.sleep(random.uniform(0, LONGEST_ROLLBACK))  # noqa: S311 - no secret
+            self._clock.sleep(random.uniform(0, MAX_ROLLBACK_PAUSE))  # noqa: S311 - no secret
         failure, round_ = ask(permit)
         if isinstance(failure, LockTaken):
             # a permit of single nodes may be one that rivals give back now, or a holder's
-            is_unclear = round_.is_free_somewhere and acquisition.splits < UNCLEAR_SPLITS
+            is_unclear = round_.is_free_somewhere and acquisition.splits < MAX_UNCLEAR_SPLITS
             acquisition.was_split = is_unclear or round_.takable() is not None
         return failure
 
     def _ask_permit(
-        self, acquisition: Acquisition, key: LockKey, asked: int | None = None
+        self, acquisition: Acquisition, key: LockKey, only_permit: int | None = None
     ) -> tuple[Failure | None, PermitRound]:
-        """Ask all nodes for one permit; asked: for this one only."""
+        """Run one round for a permit of a key. only_permit: its number; None for any."""
         core = self.core
         options = acquisition.options
         limit = key.limit
@@ -244,21 +254,19 @@ class Acquirer:
         lease = self.new_lease(options, key)
         acquisition.leases.append(lease)  # as for a plain key
         core.events.claiming(acquisition, lease)
-        first = random.randrange(limit)  # noqa: S311 - no secret
-        request = functools.partial(core.requests.permit, lease, options.marker, first)
+        first_permit = random.randrange(limit)  # noqa: S311 - no secret
+        request = functools.partial(core.requests.permit, lease, options.marker, first_permit)
         nodes = core.nodes
         marker = options.marker
-        round_ = PermitRound(lease, nodes.send_to, marker, request, asked)
+        round_ = PermitRound(lease, nodes.send_to, marker, request, only_permit)
         lease.sent = self._clock.now()
-        failure = self._run(round_, round_.command(asked), lease, acquisition)
+        failure = self._run(round_, round_.command(only_permit), lease, acquisition)
         if failure is not None:
             self._handle_refusals(round_, lease)
         return failure, round_
 
     def _take_starts(self, acquisition: Acquisition, rates: Mapping[str, Rate]) -> Failure | None:
         """Take a start of the rate of each key, in the order of the keys."""
-        if acquisition.options.before_starts is not None:
-            acquisition.options.before_starts()
         for resource in (key.resource for key in acquisition.keys if key.resource in rates):
             ask = functools.partial(self._ask_start, acquisition, resource, rates[resource])
             failure = self._in_two_rounds(acquisition, ask, self._releaser.cancel_last)
@@ -267,66 +275,85 @@ class Acquirer:
         return None
 
     def _ask_start(
-        self, acquisition: Acquisition, resource: str, rate: Rate, asked: int | None = None
+        self, acquisition: Acquisition, resource: str, rate: Rate, only_permit: int | None = None
     ) -> tuple[Failure | None, StartRound]:
-        """Ask all nodes for one permit of a rate; asked: for this one only."""
+        """Run one round for a permit of a rate. only_permit: its number; None for any."""
         options = self.core.options
         key = RateKey(options.prefix, resource, rate, options.clock_drift)
         start = Start(key, self.core.platform.new_token(), *self._terms)
         acquisition.starts.append(start)  # before the request leaves, so it is given back
-        return self._take(acquisition, start, asked)
+        return self._take(acquisition, start, only_permit)
 
     def _take(
-        self, acquisition: Acquisition, start: Start, asked: int | None, *, again: bool = False
+        self,
+        acquisition: Acquisition,
+        start: Start,
+        only_permit: int | None,
+        *,
+        is_repeated: bool = False,
     ) -> tuple[Failure | None, StartRound]:
         core = self.core
-        first = random.randrange(start.key.limit)  # noqa: S311 - no secret
+        first_permit = random.randrange(start.key.limit)  # noqa: S311 - no secret
 
-        def request(permit: int | None, is_repeated: bool) -> bytes:
-            return core.requests.take(start, first, permit, again=is_repeated)
+        def request(permit: int | None, is_resent: bool) -> bytes:
+            return core.requests.take(start, first_permit, permit, is_repeated=is_resent)
 
-        if again:  # a node that was away may be asked now
+        if is_repeated:  # a node that was away may be asked now
             start.never_asked.clear()
-        round_ = StartRound(start, core.nodes.send_to, request, asked, is_repeated=again)
+        round_ = StartRound(
+            start, core.nodes.send_to, request, only_permit, is_repeated=is_repeated
+        )
         start.sent = self._clock.now()
-        return self._run(round_, round_.command(asked), start, acquisition), round_
+        return self._run(round_, round_.command(only_permit), start, acquisition), round_
 
     def begin_body(self, acquisition: Acquisition) -> Failure | None:
-        """Let the body begin now, as the last thing before it; return why it may not.
+        """Count the starts of an acquisition, as the last step before its body; None if it may run.
 
-        Each start counts from a moment before the nodes stored it, and the body must not begin
-        later than the rate's slack after that. A start that is older is asked for once more.
+        Each start counts from a moment before the nodes stored it. The body must not begin later
+        than the rate's slack after that moment. A start that is older is requested again, up to
+        `START_REPETITIONS` times. Returns the failure if the body may not begin.
         """
-        starts = acquisition.starts
-        sent = self._clock.now()
-        for tries in range(TAKEN_AGAIN + 1):
+        quorum = self.core.nodes.quorum
+        requested_at = self._clock.now()
+        repetitions = 0
+        while True:
             now = self._clock.now()
             if not acquisition.held(now):
-                return QuorumUnreachable(acquisition.resource, (), self.core.nodes.quorum)
-            late = [start for start in starts if not start.held(now)]
-            if not late:
-                for start in starts:
-                    start.started_at = now
-                for start in starts:
-                    if len(start.granted) < len(start.ends):
-                        self._releaser.record(start, now)
+                return QuorumUnreachable(acquisition.resource, (), quorum)
+            late_starts = [start for start in acquisition.starts if not start.held(now)]
+            if not late_starts:
+                self._count_starts(acquisition.starts, now)
                 return None
-            for start in late if tries < TAKEN_AGAIN else ():
-                sent = self._clock.now()
-                failure, _ = self._take(acquisition, start, start.key.permit, again=True)
+            if repetitions == START_REPETITIONS:
+                break
+            repetitions += 1
+            for start in late_starts:
+                requested_at = self._clock.now()
+                failure, _ = self._take(acquisition, start, start.key.permit, is_repeated=True)
                 if failure is not None:
                     return failure
-        took = self._clock.now() - sent
-        key = late[0].key
+        took = self._clock.now() - requested_at
+        key = late_starts[0].key
         cause = f"replies took {took:.3f} s, and a rate of {key.rate} needs them in {key.ttl:g} s"
-        return QuorumUnreachable(key.resource, [cause], self.core.nodes.quorum)
+        return QuorumUnreachable(key.resource, [cause], quorum)
+
+    def _count_starts(self, starts: Sequence[Start], now: float) -> None:
+        """Record that the body of these starts begins now, on nodes that did not grant them, too.
+
+        now: the monotonic second at which each start was still held.
+        """
+        for start in starts:
+            start.started_at = now
+        for start in starts:
+            if len(start.granted) < len(start.ends):
+                self._releaser.record(start, now)
 
     def new_lease(self, options: LockOptions, key: LockKey, value: str = "") -> Lease:
         """Return a new lease without a request yet. value: of another process's lease."""
         if not value:
             since_ms = self._clock.wall_us() // 1000
             label = options.label or _process_label(os.getpid())
-            token = MARK * options.is_hold + self.core.platform.new_token()
+            token = HOLD_MARK * options.is_hold + self.core.platform.new_token()
             value = value_of(token, since_ms, label, options.ttl, key.limit)
         fence = Fence(self.core.nodes.quorum) if options.fencing else None
         return Lease(key, value, *self._terms, fence)
@@ -334,8 +361,8 @@ class Acquirer:
     def _has_counters(self, fence: Fence, round_: AcquireRound) -> bool:
         """Return whether a quorum's counters count; tell of the nodes whose counters do not."""
         for node in fence.implausible:
-            round_.errors[node] = NodeError("", IMPLAUSIBLE)
-            self.core.guard.on_error_reply(self.core.nodes.all[node], IMPLAUSIBLE)
+            round_.errors[node] = NodeError("", IMPLAUSIBLE_COUNTER)
+            self.core.guard.on_error_reply(self.core.nodes.all[node], IMPLAUSIBLE_COUNTER)
         return fence.has_quorum
 
     def _failed(self, round_: AcquireRound, lease: Lease, *, time_is_up: bool) -> Failure:
@@ -356,8 +383,8 @@ class Acquirer:
     def confirm_fencing_token(self, acquisitions: Sequence[Acquisition]) -> Failure | None:
         """Have the keys' common token confirmed for each: later holders of one get a larger one."""
         core = self.core
-        token = max(one.fencing_token for one in acquisitions)
-        for lease in chain.from_iterable(one.leases for one in acquisitions):
+        token = max(acquisition.fencing_token for acquisition in acquisitions)
+        for lease in chain.from_iterable(acquisition.leases for acquisition in acquisitions):
             until = self._clock.now() + core.nodes.timeout
             causes = self._renewer.confirm_fencing_token(lease, token, until)
             if causes is not None:

@@ -13,8 +13,8 @@ from celery_redlock.lock.engine.inbox import Inbox
 from celery_redlock.lock.model.handoff import FALLBACK, LOOK, TURN, Step
 from celery_redlock.lock.model.rate import Rate
 
-LONGEST_SPIN = 1.0  # seconds between two tries of a caller that no release can name
-LOOK_AGAIN = 3 * TURN  # seconds between two looks for which no majority names this process
+MAX_SPIN = 1.0  # seconds between two tries of a caller that no release can name
+LOOK_INTERVAL = 3 * TURN  # seconds between two looks for which no majority names this process
 
 
 class Caller:
@@ -107,24 +107,24 @@ class Callers:
         # kept in the caller: an exception may cut this off, and it is called again
         caller.was_first = caller.was_first or self.first_of(caller) is caller
         self._remove(caller)
-        following = self.first_of(caller)
-        if following is not None and caller.was_first:
-            following.looked_at = self._clock.now()
+        successor = self.first_of(caller)
+        if successor is not None and caller.was_first:
+            successor.looked_at = self._clock.now()
             if caller.step is not None:
-                following.plan(caller.step, caller.due)
+                successor.plan(caller.step, caller.due)
             elif not acquired or caller.limit != 1:
-                following.plan(Step(LOOK), following.looked_at)
-            following.wake_up()
+                successor.plan(Step(LOOK), successor.looked_at)
+            successor.wake_up()
         caller.was_first = False
-        self.inbox.changed(caller.name, anew=following is not None and acquired)
+        self.inbox.changed(caller.name, reregister=successor is not None and acquired)
 
     def _remove(self, caller: Caller) -> None:
         line = self._lines.get(caller.name, {})
         line.pop(id(caller), None)
         if not line and self._lines.get(caller.name) is line:
-            gone = self._lines.pop(caller.name, line)
-            if gone:  # another thread has just joined
-                self._lines.setdefault(caller.name, gone).update(gone)
+            removed_line = self._lines.pop(caller.name, line)
+            if removed_line:  # another thread has just joined
+                self._lines.setdefault(caller.name, removed_line).update(removed_line)
 
     def move(self, caller: Caller, name: str, limit: int | Rate) -> None:
         """Let a caller wait for something else, which has refused it."""
@@ -139,8 +139,8 @@ class Callers:
         Also if it waits below a signal handler that waits for the same lock.
         """
         line = self._lines.get(caller.name, {})
-        passed = line.pop(id(caller), None)
-        if passed is not None:
+        removed_caller = line.pop(id(caller), None)
+        if removed_caller is not None:
             self._add(caller)
 
     def line(self, resource: str) -> list[Caller]:
@@ -149,8 +149,10 @@ class Callers:
 
     def first_of(self, caller: Caller) -> Caller | None:
         """Return the first caller that waits for the same lock."""
-        same = (one for one in self.line(caller.name) if one.limit == caller.limit)
-        return next(same, None)
+        candidates = (
+            candidate for candidate in self.line(caller.name) if candidate.limit == caller.limit
+        )
+        return next(candidates, None)
 
     @property
     def count(self) -> int:
@@ -178,10 +180,11 @@ class Callers:
     def on_step(self, resource: str, step: Step, due: float) -> None:
         """Let the first caller of each limit act; each release of a permit is for another one."""
         line = self.line(resource)
-        for caller in _firsts(one for one in line if one.limit == 1 or one.due > due):
+        undecided = [caller for caller in line if caller.limit == 1 or caller.due > due]
+        for caller in _firsts(undecided):
             # what one node alone says makes nobody look all the time
-            soonest = caller.looked_at + LOOK_AGAIN if step.why == FALLBACK else due
-            caller.plan(step, max(due, soonest))
+            earliest = caller.looked_at + LOOK_INTERVAL if step.why == FALLBACK else due
+            caller.plan(step, max(due, earliest))
 
     def on_listening(self) -> None:
         """Let the first caller of each limit ask, once a second: a node may open often."""
@@ -189,7 +192,7 @@ class Callers:
         for resource in self.resources():
             self.inbox.changed(resource)  # before, a release would have taken this process for dead
             for caller in _firsts(self.line(resource)):
-                caller.plan(Step(LOOK), max(now, caller.looked_at + LONGEST_SPIN))
+                caller.plan(Step(LOOK), max(now, caller.looked_at + MAX_SPIN))
 
 
 def _firsts(callers: Iterable[Caller]) -> list[Caller]:

@@ -52,8 +52,10 @@ class Core:
         self.threads = ThreadPool(platform)
         self.watchdog = Watchdog(platform, renew, run_maintenance, self._check_deadline)
         self.events = Events(client, self.identity, self.clock, self.watchdog)
-        told = self.events.node_changed, self._node_connected, self._node_replaced
-        self.guard = RestartGuard(addresses, options.node_timeout, platform, options.guard, *told)
+        callbacks = self.events.node_changed, self._node_connected, self._node_replaced
+        self.guard = RestartGuard(
+            addresses, options.node_timeout, platform, options.guard, *callbacks
+        )
         self.nodes = self.guard.nodes
 
     def check_distinct(self) -> None:
@@ -68,14 +70,14 @@ class Core:
         reason = acquisition.expire(now)
         if reason is not None:
             self.events.lost(acquisition, reason)
-        elif acquisition.mark_risk_told(now):
+        elif acquisition.mark_risk_reported(now):
             self.events.at_risk(acquisition, now)
 
     # called for events of the connections
 
-    def _node_connected(self, node: Node, greeting: ServerInfo) -> None:
+    def _node_connected(self, node: Node, info: ServerInfo) -> None:
         self.watchdog.renew_soon()
-        self.events.node_connected(node, greeting)
+        self.events.node_connected(node, info)
 
     def _node_replaced(self, node: int) -> None:
         # it is unknown since when the server was replaced, so its promises do not count

@@ -107,8 +107,9 @@ class Events:
         self.forget()
 
     def forget(self) -> None:
-        self._greeted: set[int] = set()  # nodes that this process has connected to before
-        self._unheard: set[tuple[int, str]] = set()  # nodes that refuse to send messages, and hints
+        self._connected_before: set[int] = set()  # nodes that this process has connected to before
+        # node and hint of each refusal to send messages that was reported
+        self._reported_hints: set[tuple[int, str]] = set()
 
     def claiming(self, acquisition: Acquisition, lease: Lease) -> None:
         """Report that the acquire request for a key is about to be written."""
@@ -150,14 +151,14 @@ class Events:
 
     def at_risk(self, acquisition: Acquisition, now: float) -> None:
         """Report that a lock was not renewed for two thirds of its ttl; called as `lost`."""
-        left = min(one.remaining(now) for one in acquisition.leases)
+        remaining = min(lease.remaining(now) for lease in acquisition.leases)
         text = "%r is at risk: not renewed, lost in %.1f s"
-        extra = {"event": "lock_at_risk", "resource": acquisition.resource, "remaining": left}
-        logger.warning(text, acquisition.resource, left, extra=extra)
+        extra = {"event": "lock_at_risk", "resource": acquisition.resource, "remaining": remaining}
+        logger.warning(text, acquisition.resource, remaining, extra=extra)
 
     def lost(self, acquisition: Acquisition, reason: str) -> None:
         """Report once that a lock is lost. Called only in the watchdog's second thread."""
-        if not acquisition.mark_loss_told():
+        if not acquisition.mark_loss_reported():
             return
         self._watchdog.unwatch(acquisition)
         extra = {"event": "lock_lost", "resource": acquisition.resource, "reason": reason}
@@ -209,26 +210,26 @@ class Events:
             if self.wants(type(record)):
                 self.send(self._client(), record)
 
-    def node_connected(self, node: Node, greeting: ServerInfo) -> None:
-        if greeting.abstains_for > 0:
-            is_new = node.index not in self._greeted and not self.tells_of_new_nodes
+    def node_connected(self, node: Node, info: ServerInfo) -> None:
+        if info.abstains_for > 0:
+            is_new = node.index not in self._connected_before and not self.tells_of_new_nodes
             level = logging.DEBUG if is_new else logging.WARNING
-            keeps = node.address.keeps_locks
-            text = abstention_cause(greeting.abstains_for, keeps_locks=keeps)
+            keeps_locks = node.address.keeps_locks
+            text = abstention_cause(info.abstains_for, keeps_locks=keeps_locks)
             self._log("node_silent", level, text, node, anchors.NODE_RESTARTED)
-        if greeting.in_cluster and node.index not in self._greeted:
+        if info.in_cluster and node.index not in self._connected_before:
             text = f"is a cluster member: {LEAVES_WITH_SLOT}"
             self._log("node_in_cluster", logging.WARNING, text, node, anchors.NODE_FAILS)
-        self._greeted.add(node.index)
-        if greeting.evicts:
-            text = f"has maxmemory-policy {greeting.evicts}: {EVICTS_LOCKS}"
+        self._connected_before.add(node.index)
+        if info.evicts:
+            text = f"has maxmemory-policy {info.evicts}: {EVICTS_LOCKS}"
             self._log("node_evicts", logging.ERROR, text, node, anchors.NODE_EVICTS)
 
     def node_unheard(self, node: Node, cause: str) -> None:
         """Report once that a node refuses to send messages, unless that ends by itself."""
         hint = hint_of(cause)
-        if hint and (node.index, hint) not in self._unheard:
-            self._unheard.add((node.index, hint))
+        if hint and (node.index, hint) not in self._reported_hints:
+            self._reported_hints.add((node.index, hint))
             text = f"sends no message, so waiters poll: {with_hint(strip_args(cause))}"
             self._log("messages_refused", logging.WARNING, text, node, anchors.NODE_FAILS)
 

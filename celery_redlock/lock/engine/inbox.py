@@ -12,7 +12,7 @@ import functools
 import math
 import os
 import socket
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 
 from celery_redlock.lock.engine.core import Core
@@ -35,7 +35,7 @@ from celery_redlock.lock.transport.command import IGNORE_REPLY, Command
 from celery_redlock.lock.transport.subscriber import Subscriber
 
 Report = Callable[[Place | None], object]
-Question = tuple[int, Report]  # passed, and what is told of the reply
+Question = tuple[int, Report]  # number of waiters whose turns have passed; called with the place
 OnMessage = Callable[[str, str, int], object]
 
 
@@ -73,7 +73,7 @@ class Inbox:
     ) -> None:
         self._core = core
         self._line = line
-        self._others = channels
+        self._other_channels = channels
         self._on_other = on_other
         token = core.platform.new_token()
         self.name = f"{host or socket.gethostname()}:{os.getpid()}:{token[:8]}"
@@ -81,39 +81,39 @@ class Inbox:
         self._subscribers: dict[None, list[Subscriber]] = {}
         self._registered: dict[str, float] = {}  # by resource: since when, as the nodes know it
         self._struck_at: dict[int, float] = {}  # monotonic seconds, by node
-        # by resource and limit: those in flight as one, and those that came meanwhile
+        # by resource and limit: the questions in flight, which were sent as one, and later ones
         self._questions: dict[tuple[str, int | Rate], list[Question]] = {}
-        self._counting = core.platform.new_mutex()
+        self._mutex = core.platform.new_mutex()
         self._namings = Namings(core.nodes.quorum)
 
     # what the nodes know
 
-    def changed(self, resource: str, *, anew: bool = False) -> None:
+    def changed(self, resource: str, *, reregister: bool = False) -> None:
         """Let the nodes know since when the first one waits, or that nobody does. Never waits.
 
-        anew: also if they knew it, as another process may have taken this one for dead.
+        reregister: also if it is registered, because a release may have removed it as dead.
         """
         since = self._line.since(resource)
-        known = self._registered.get(resource)
+        registered_since = self._registered.get(resource)
         if since is None:
-            if known is not None:
+            if registered_since is not None:
                 self._unregister(resource)
             return
         self.listen()
-        if known is None or anew:
+        if registered_since is None or reregister:
             if self.is_listening:  # before, a release would take this process for dead
                 self._write(self._register(resource, since), REGISTER)
                 self._undo_if_left(resource)
-        elif known != since:
+        elif registered_since != since:
             self._registered[resource] = since
             self._write(self._core.requests.update(self.name, resource, since))
             self._undo_if_left(resource)
 
     def _register(
-        self, resource: str, since: float, limit: int | Rate = 0, passed: int = 0
+        self, resource: str, since: float, limit: int | Rate = 0, turns_passed: int = 0
     ) -> bytes:
         self._registered[resource] = since
-        return self._core.requests.register(self.name, resource, since, limit, passed)
+        return self._core.requests.register(self.name, resource, since, limit, turns_passed)
 
     def _unregister(self, resource: str) -> None:
         self._write(self._core.requests.unregister(self.name, resource))
@@ -158,69 +158,72 @@ class Inbox:
 
     # whose turn it is
 
-    def place(self, resource: str, limit: int | Rate, passed: int) -> Place | None:
-        """Register, and return how this process stands; None if the nodes do not say. Waits.
+    def place(self, resource: str, limit: int | Rate, turns_passed: int) -> Place | None:
+        """Register, and return the place of this process; None if no quorum says it. Waits.
 
-        passed: how many before it have had their turn: they leave the nodes' sets if a permit is
-        free. None also if no release would name this process.
+        turns_passed: number of waiters before it that have had their turn. They leave the nodes'
+        sets if a permit is free. Returns None also if no release would name this process.
         """
         since = self._line.since(resource)
         if since is None or not self.is_listening:
             return None
-        round_, until = self._send(resource, limit, since, passed)
+        round_, until = self._send(resource, limit, since, turns_passed)
         self._core.nodes.wait(round_, until)
         return round_.place
 
-    def ask(self, resource: str, limit: int | Rate, passed: int, report: Report) -> None:
-        """Do what `place` does without waiting; report: called in another thread.
+    def ask(self, resource: str, limit: int | Rate, turns_passed: int, report: Report) -> None:
+        """Do what `place` does, without waiting. report: called with the place, in another thread.
 
-        One question for each resource and limit is in flight: those that come meanwhile follow as
-        one, so that a flood of messages makes no flood of questions.
+        One question for each resource and limit is in flight. Questions that come meanwhile are
+        sent as one after that, so a flood of messages causes no flood of questions.
         """
-        asked = resource, limit
-        with self._counting:
-            questions = self._questions.setdefault(asked, [])
+        subject = resource, limit
+        with self._mutex:
+            questions = self._questions.setdefault(subject, [])
             is_in_flight = bool(questions)
-            questions.append((passed, report))
+            questions.append((turns_passed, report))
         if not is_in_flight:
-            self._ask(asked)
+            self._ask(subject)
 
-    def _ask(self, asked: tuple[str, int | Rate]) -> None:
-        """Ask what has come since the last question; then report, and go on."""
-        resource, limit = asked
-        questions: list[tuple[int, Report]] = []
-
-        def on_place(place: Place | None) -> None:
-            with self._counting:
-                following = self._questions.pop(asked, [])[len(questions) :]
-                if following:
-                    self._questions[asked] = following
-            if following:
-                self._ask(asked)
-            for _, report in questions:
-                report(place)
-
+    def _ask(self, subject: tuple[str, int | Rate]) -> None:
+        """Send all questions about a subject that have come so far, as one. Never waits."""
+        resource, limit = subject
         try:
-            with self._counting:
-                questions = self._questions[asked].copy()
+            with self._mutex:
+                batch = self._questions[subject].copy()
             since = self._line.since(resource)
             if since is None:
-                on_place(None)
+                self._answer(subject, batch, None)
                 return
-            round_, until = self._send(resource, limit, since, questions[-1][0])
+            turns_passed, _ = batch[-1]
+            round_, until = self._send(resource, limit, since, turns_passed)
             wait = functools.partial(self._core.nodes.wait, round_, until, native=True)
-            self._core.threads.add(WorkItem(wait, lambda: on_place(round_.place)))
+            answer = WorkItem(wait, lambda: self._answer(subject, batch, round_.place))
+            self._core.threads.add(answer)
         except BaseException:  # for example, no thread can be started: later questions are asked
-            with self._counting:
-                self._questions.pop(asked, None)
+            with self._mutex:
+                self._questions.pop(subject, None)
             raise
 
+    def _answer(
+        self, subject: tuple[str, int | Rate], batch: Sequence[Question], place: Place | None
+    ) -> None:
+        """Report the place to a batch of questions. Before that, send the questions after it."""
+        with self._mutex:
+            later_questions = self._questions.pop(subject, [])[len(batch) :]
+            if later_questions:
+                self._questions[subject] = later_questions
+        if later_questions:
+            self._ask(subject)
+        for _, report in batch:
+            report(place)
+
     def _send(
-        self, resource: str, limit: int | Rate, since: float, passed: int
+        self, resource: str, limit: int | Rate, since: float, turns_passed: int
     ) -> tuple[PlaceRound, float]:
         """Send a question; return it, and until when replies count."""
         nodes = self._core.nodes
-        request = self._register(resource, since, limit, passed)
+        request = self._register(resource, since, limit, turns_passed)
         round_ = PlaceRound(len(nodes.all))
         now = self._core.clock.now()
         nodes.broadcast(Command(request, round_, REGISTER), now)
@@ -233,32 +236,34 @@ class Inbox:
 
     def channels(self) -> set[str]:
         """Return the channels to subscribe to; called by any thread."""
-        return self._others() | ({self.channel} if self._line.resources() else set())
+        return self._other_channels() | ({self.channel} if self._line.resources() else set())
 
     def listen(self) -> None:
         """Have each subscriber that lacks a subscription make it. Never waits."""
         if not self._subscribers:
             core = self._core
-            how = core.nodes.timeout, core.platform, self.channels
-            new = core.platform.new_subscriber or Subscriber
-            made = [
-                new(
+            connection_options = core.nodes.timeout, core.platform, self.channels
+            new_subscriber = core.platform.new_subscriber or Subscriber
+            subscribers = [
+                new_subscriber(
                     node.address,
-                    *how,
+                    *connection_options,
                     functools.partial(self.on_message, node=node.index),
                     functools.partial(core.events.node_unheard, node),
                 )
                 for node in core.nodes.all
             ]
-            self._subscribers.setdefault(None, made)
+            self._subscribers.setdefault(None, subscribers)
         channels = self.channels()
         for subscriber in self._subscribers[None]:
-            if not channels <= subscriber.asked:
+            if not channels <= subscriber.requested:
                 subscriber.resubscribe()
 
     def subscriptions(self, channel: str) -> int:
         """Return how many nodes have confirmed the subscription to a channel."""
-        return sum(channel in one.confirmed for one in self._subscribers.get(None, []))
+        return sum(
+            channel in subscriber.confirmed for subscriber in self._subscribers.get(None, [])
+        )
 
     @property
     def is_listening(self) -> bool:
@@ -278,20 +283,20 @@ class Inbox:
                 self._undo_if_left(resource)
             self._line.on_listening()
             return
-        named = Named.parse(message, self._core.options.prefix)
-        if named is None:
+        naming = Named.parse(message, self._core.options.prefix)
+        if naming is None:
             return
-        if named.resource not in self._line.resources():
-            self._strike(named.resource, node)
+        if naming.resource not in self._line.resources():
+            self._strike(naming.resource, node)
             return
-        with self._counting:
-            turns = self._namings.turns(named, node)
+        with self._mutex:
+            turns = self._namings.turns(naming, node)
         if turns is None:
             return
         now = self._core.clock.now()
-        is_agreed = named.rank == turns  # else the nodes differ, or a majority has not spoken yet
-        why = FALLBACK if not is_agreed else LADDER if turns else ACTED
-        self._line.on_step(named.resource, Step(why, turns, now), now + turns * TURN)
+        is_agreed = naming.rank == turns  # else the nodes differ, or a majority has not spoken yet
+        reason = FALLBACK if not is_agreed else LADDER if turns else ACTED
+        self._line.on_step(naming.resource, Step(reason, turns, now), now + turns * TURN)
 
     def close(self) -> None:
         """Close the connections for ever."""

@@ -24,10 +24,11 @@ from celery_redlock.lock.platform.clock import Clock
 from celery_redlock.lock.platform.threads import uninterruptible
 from celery_redlock.lock.server.requests import CANCEL, RECORD, RELEASE
 from celery_redlock.lock.transport.command import Command, Script, UnexpectedReplyError
+from celery_redlock.lock.transport.node import Node
 from celery_redlock.lock.transport.nodes import Nodes
 
-CONFIRMED = 2  # reply: a transaction has confirmed the lock, and has to end first
-DELIVERED_FOR = 1.5  # ttls: by then every node has dropped our key, with or without a release
+CONFIRMED_REPLY = 2  # reply: a transaction has confirmed the lock, and has to end first
+DELIVERY_TTLS = 1.5  # ttls: by then every node has dropped our key, with or without a release
 
 
 class OutboxItem(Protocol):
@@ -50,9 +51,9 @@ class Outbox:
     def __init__(self, nodes: Nodes) -> None:
         self._nodes = nodes
         self._items: list[dict[Any, OutboxItem]] = [{} for _ in nodes.all]
-        # What a thread is about to send, by the send: it may be cut, or stand still as its process
-        # ends. Then another flush sends it, for a second release changes nothing.
-        self._leaving: list[dict[Any, OutboxItem]] = [{} for _ in nodes.all]
+        # What a thread is about to send, by the send. The thread may be interrupted, or stop as its
+        # process ends. Then another flush sends the item: a second release changes nothing.
+        self._sending: list[dict[Any, OutboxItem]] = [{} for _ in nodes.all]
 
     def put(self, node: int, item: OutboxItem) -> None:
         """Keep an item for a node. A second call with the same item has no effect."""
@@ -60,47 +61,60 @@ class Outbox:
 
     @property
     def is_empty(self) -> bool:
-        return not any(self._items) and not any(self._leaving)
+        return not any(self._items) and not any(self._sending)
 
     @property
     def nodes(self) -> list[int]:
         """The nodes that an item waits for."""
-        both = zip(self._items, self._leaving, strict=True)
-        return [node for node, (items, leaving) in enumerate(both) if items or leaving]
+        waiting = {node for node, items in enumerate(self._items) if items}
+        sending = {node for node, items in enumerate(self._sending) if items}
+        return sorted(waiting | sending)
 
     def flush(self, now: float) -> None:
-        for node, items, leaving in zip(self._nodes.all, self._items, self._leaving, strict=True):
-            for kept in leaving, items:
-                for key, item in list(kept.items()):
-                    if item.until <= now:
-                        kept.pop(key, None)
-                        item.settle(node.index)
-                    elif node.connection is not None:
-                        leaving[send := object()] = item
-                        kept.pop(key, None)  # before it is sent: what is put after that stays
-                        self._nodes.send_to(node.index, item.command())
-                        leaving.pop(send, None)
-            if items or leaving:
+        """Send the items of connected nodes, drop those that are too late, connect to the others.
+
+        now: monotonic seconds. An exception leaves an item in `_sending`, to be sent again.
+        """
+        for node in self._nodes.all:
+            waiting = self._items[node.index]
+            sending = self._sending[node.index]
+            if not waiting and not sending:
+                continue
+            self._flush_items(node, sending, now)
+            self._flush_items(node, waiting, now)
+            if waiting or sending:
                 node.connect()
+
+    def _flush_items(self, node: Node, items: dict[Any, OutboxItem], now: float) -> None:
+        """Send or drop items of a node. items: those that wait, or those of an interrupted send."""
+        sending = self._sending[node.index]
+        for key, item in list(items.items()):
+            if item.until <= now:
+                items.pop(key, None)
+                item.settle(node.index)
+            elif node.connection is not None:
+                send_id = object()
+                sending[send_id] = item
+                items.pop(key, None)  # before it is sent: what is put after that stays
+                self._nodes.send_to(node.index, item.command())
+                sending.pop(send_id, None)
 
 
 class StartNote:
-    """What is told of a start to nodes, once each: an outbox item and a reply handler.
+    """A record or a cancellation of a start, sent once to each node. An outbox item and a handler.
 
-    request: makes it. longest: seconds until a node need not learn it any more. never_asked: the
-    nodes that need not learn it at all.
+    request: returns the encoded request. max_seconds: after this time a node does not need it any
+    more. never_asked: nodes that never need it, because they were not asked for the start.
     """
 
-    __slots__ = (
-        "_clock", "_made_at", "_never_asked", "_outbox", "_request", "_script", "until"
-    )  # fmt: skip
+    __slots__ = ("_clock", "_made_at", "_never_asked", "_outbox", "_request", "_script", "until")
     wanted = True
 
     def __init__(
         self,
         request: Callable[[], bytes],
         script: Script,
-        longest: float,
+        max_seconds: float,
         never_asked: Collection[int],
         clock: Clock,
         outbox: Outbox,
@@ -111,13 +125,13 @@ class StartNote:
         self._never_asked = never_asked
         self._clock = clock
         self._outbox = outbox
-        self.until = self._made_at + longest
+        self.until = self._made_at + max_seconds
 
     def command(self) -> Command:
         return Command(self._request(), self, self._script)
 
-    def on_reply(self, node: int, sent: float, reply: Any, run_id: str) -> None:
-        if type(reply) is ReplyError and self._clock.now() < self._made_at + NOTED_FOR:
+    def on_reply(self, node: int, sent_at: float, reply: Any, run_id: str) -> None:
+        if type(reply) is ReplyError and self._clock.now() < self._made_at + RECORD_LIFETIME:
             self.on_error(node)  # the node is loading, busy, or full: not for long
 
     def on_error(self, node: int, *_: object) -> None:
@@ -128,11 +142,11 @@ class StartNote:
     def settle(self, node: int) -> None: ...
 
 
-# Seconds for which a node that is away is told of a start, and of one that is taken back. The first
-# is for each start of that time, the second only for those that a broken connection left.
-NOTED_FOR = 60.0
-CANCELLED_FOR = 3600.0
-REPEATED_AFTER = (0.25, 1.0, 4.0)  # seconds after which an orphan is released once more
+# Seconds for which the outbox keeps the record of a start, and the cancellation of one, for a node
+# that is away. It keeps each record, but only the cancellations that a broken connection left.
+RECORD_LIFETIME = 60.0
+CANCEL_LIFETIME = 3600.0
+ORPHAN_RELEASE_DELAYS = (0.25, 1.0, 4.0)  # seconds after which an orphan is released once more
 
 
 class Releaser:
@@ -161,8 +175,8 @@ class Releaser:
         releases = acquisition.releases
         if not releases:
             releases = []  # a new list: kept once it has all of them
-            for one in acquisition.leases:
-                releases.append(KeyRelease(self, acquisition, one, publish))
+            for lease in acquisition.leases:
+                releases.append(KeyRelease(self, acquisition, lease, publish))
         acquisition.releases = releases  # kept: after an exception, the next call writes them again
         self._write_all(releases)
         acquisition.releases = []  # breaks the reference cycle
@@ -181,10 +195,11 @@ class Releaser:
         """Tell all nodes that a start whose body has not begun is free."""
         start.end()  # first: no request for it leaves after that
         nodes = [node for node in range(len(start.ends)) if node not in start.never_asked]
-        kept = start.key.rate.kept_ms(self.core.options.clock_drift) / 1000  # later none counts it
-        longest = min(kept, CANCELLED_FOR)
+        # after this time no node counts the start
+        kept_seconds = start.key.rate.kept_ms(self.core.options.clock_drift) / 1000
+        max_seconds = min(kept_seconds, CANCEL_LIFETIME)
         request = functools.partial(self.core.requests.cancel, start)
-        self._note(nodes, request, CANCEL, longest, start.never_asked)
+        self._note(nodes, request, CANCEL, max_seconds, start.never_asked)
 
     def cancel_last(self, acquisition: Acquisition) -> None:
         """Give back the start that was asked for last, which other clients have."""
@@ -200,19 +215,19 @@ class Releaser:
         def request() -> bytes:
             return self.core.requests.record(start, clock.now() - started_at)
 
-        self._note(nodes, request, RECORD, NOTED_FOR)
+        self._note(nodes, request, RECORD, RECORD_LIFETIME)
 
     def _note(
         self,
         nodes: Sequence[int],
         request: Callable[[], bytes],
         script: Script,
-        longest: float,
+        max_seconds: float,
         never_asked: Collection[int] = (),
     ) -> None:
         core = self.core
         now = self.core.clock.now()
-        note = StartNote(request, script, longest, never_asked, core.clock, self.outbox)
+        note = StartNote(request, script, max_seconds, never_asked, core.clock, self.outbox)
         for node in nodes:
             core.nodes.send_to(node, note.command())
         core.watchdog.run_maintenance_by(now + core.nodes.timeout)
@@ -225,7 +240,8 @@ class Releaser:
         For the other keys it would wake rivals for nothing.
         """
         acquisition.releases = [
-            KeyRelease(self, acquisition, one, one.state is HELD) for one in acquisition.leases
+            KeyRelease(self, acquisition, lease, lease.state is HELD)
+            for lease in acquisition.leases
         ]
         self.release(acquisition)
 
@@ -246,10 +262,10 @@ class Releaser:
         return True
 
     @uninterruptible
-    def release_hold(self, hold: Hold, *, anywhere: bool = False) -> None:
+    def release_hold(self, hold: Hold, *, in_any_thread: bool = False) -> None:
         """End a wait, and release what no other hold relies on. A second call has no effect.
 
-        anywhere: in any thread, even while the owner may acquire the same lock again.
+        in_any_thread: in any thread, even while the owner may acquire the same lock again.
         """
         try:
             if hold.end_wait is not None:
@@ -257,13 +273,13 @@ class Releaser:
         finally:
             for acquisition in hold.acquisitions:
                 hold.leave(acquisition)
-                if not acquisition.users and (not anywhere or acquisition.abandon()):
+                if not acquisition.users and (not in_any_thread or acquisition.abandon()):
                     self.release(acquisition)
 
     def release_orphans(self, acquisition: Acquisition) -> None:
         """Release what a dead process held, and again later: its requests may still arrive."""
         now = self.core.clock.now()
-        self._orphans += [(now + seconds, acquisition) for seconds in REPEATED_AFTER]
+        self._orphans += [(now + seconds, acquisition) for seconds in ORPHAN_RELEASE_DELAYS]
         self.release(acquisition)
 
     def release_late_grant(self, node: int, value: str) -> None:
@@ -289,8 +305,8 @@ class Releaser:
                 self._write(release)
         finally:
             # the next round of this process reads the replies, or the watchdog a little later
-            soon = self.core.clock.now() + self.core.nodes.timeout
-            self.core.watchdog.run_maintenance_by(soon)
+            read_by = self.core.clock.now() + self.core.nodes.timeout
+            self.core.watchdog.run_maintenance_by(read_by)
 
     def _write(self, release: KeyRelease) -> None:
         nodes = self.core.nodes
@@ -309,9 +325,9 @@ class Releaser:
             # before the node timeout, the owner may still be writing it
             if now - release.made_at > self.core.nodes.timeout:
                 self._write(release)
-        for due in [due for due in self._orphans if due[0] <= now]:
-            self._orphans.remove(due)
-            self.release(due[1])
+        for orphan in [orphan for orphan in self._orphans if orphan[0] <= now]:
+            self._orphans.remove(orphan)
+            self.release(orphan[1])
         self.outbox.flush(now)
         for value, release in list(self._late_grants.items()):
             if release.until <= now:
@@ -335,9 +351,9 @@ class KeyRelease:
     command also writes the completion marker. So the marker precedes the release on every node.
     """
 
-    __slots__ = ("_core", "_ended_at", "_ends", "_heard", "_missing", "_publish", "_releaser",
-                 "_taken_away", "_unsettled", "_was_held", "acquisition", "lease", "made_at",
-                 "until")  # fmt: skip
+    __slots__ = ("_core", "_deadlines", "_ended_at", "_missing_count", "_publish", "_releaser",
+                 "_replied_nodes", "_unsettled_nodes", "_was_held", "_was_taken", "acquisition",
+                 "lease", "made_at", "until")  # fmt: skip
     wanted = True
 
     def __init__(
@@ -349,56 +365,63 @@ class KeyRelease:
         self.lease = lease
         self._publish = publish
         self.made_at = self._core.clock.now()
-        self.until = self.made_at + DELIVERED_FOR * acquisition.options.ttl
+        self.until = self.made_at + DELIVERY_TTLS * acquisition.options.ttl
         self._ended_at = acquisition.ended_at
         self._was_held = lease.state is HELD
-        self._ends = lease.ends  # the present deadlines: `Lease.end` makes a new list
-        self._heard: set[int] = set()  # nodes whose first reply or error has come
-        self._missing = 0  # number of nodes that do not have the key
-        self._taken_away = False  # True: one of these had promised to keep the key
-        self._unsettled = (1 << len(lease.ends)) - 1  # nodes that still need the release, as bits
+        self._deadlines = lease.ends  # the present deadlines: `Lease.end` makes a new list
+        self._replied_nodes: set[int] = set()  # nodes whose first reply or error has come
+        self._missing_count = 0  # number of nodes that do not have the key
+        self._was_taken = False  # whether one of these nodes had promised to keep the key
+        # nodes that still need the release, as bits
+        self._unsettled_nodes = (1 << len(lease.ends)) - 1
 
     def command(self) -> Command:
         """Return the command to send. Not kept, because it refers to this object."""
         core = self._core
         marker = self.acquisition.options.marker
-        ended_for = None if self._ended_at is None else core.clock.now() - self._ended_at
-        request = core.requests.release(self.lease, marker, ended_for, publish=self._publish)
+        request = self.lease.packed_release
+        if not (request and self._publish and (marker is None or self._ended_at is None)):
+            ended_for = None if self._ended_at is None else core.clock.now() - self._ended_at
+            request = core.requests.release(self.lease, marker, ended_for, publish=self._publish)
         return Command(request, self, RELEASE)
 
-    def on_reply(self, node: int, sent: float, reply: Any, run_id: str) -> None:
+    def on_reply(self, node: int, sent_at: float, reply: Any, run_id: str) -> None:
         """Record whether the node still had the key. Raises UnexpectedReplyError."""
+        if reply == 1 and type(reply) is int and not self.lease.asked_again:  # most had it
+            self._replied_nodes.add(node)
+            self.settle(node)
+            return
         is_error = type(reply) is ReplyError
-        if not is_error and (type(reply) is not int or reply not in (0, 1, CONFIRMED)):
+        if not is_error and (type(reply) is not int or reply not in (0, 1, CONFIRMED_REPLY)):
             raise UnexpectedReplyError(reply)
-        first = node not in self._heard
-        self._heard.add(node)
+        is_first_reply = node not in self._replied_nodes
+        self._replied_nodes.add(node)
         if self.lease.asked_again:  # a lost acquire request may still run
             self._releaser.expect_late_grant(self)
-        if (is_error or reply == CONFIRMED) and self._core.clock.now() < self.until:
+        if (is_error or reply == CONFIRMED_REPLY) and self._core.clock.now() < self.until:
             self._releaser.outbox.put(node, self)  # for later: the node is loading, busy, or full
         else:
             self.settle(node)
-        if first and self._was_held and not is_error and reply == 0:
+        if is_first_reply and self._was_held and not is_error and reply == 0:
             self._check_loss(node, run_id)
 
     def _check_loss(self, node: int, run_id: str) -> None:
         """Report a loss if fewer than a quorum of nodes kept the lock until its release."""
         nodes = self._core.nodes
-        end = self._ends[node]
+        end = self._deadlines[node]
         if end > self.made_at:
             keeps = self.lease.keeps_its_promise(node, run_id)
             if keeps or end <= self._core.clock.now():
                 return  # the node restarted and abstains, or its lease ended before the release
-            self._taken_away = True
-        self._missing += 1
-        if self._taken_away and self._missing > len(nodes.all) - nodes.quorum:
+            self._was_taken = True
+        self._missing_count += 1
+        if self._was_taken and self._missing_count > len(nodes.all) - nodes.quorum:
             reason = "at its release its key was no longer ours"
             self._core.events.lost_soon(self.acquisition, reason)
 
     def on_error(self, node: int, command: Command, error: NodeError) -> None:
         """Queue the release until the node is back, if the node may keep our key."""
-        self._heard.add(node)
+        self._replied_nodes.add(node)
         if error.lost:
             self._releaser.expect_late_grant(self)  # the connection may have lost the grant, too
         if node not in self.lease.never_asked and self._core.clock.now() < self.until:
@@ -408,8 +431,8 @@ class KeyRelease:
 
     def settle(self, node: int) -> None:
         """Record that a node needs no release any more; after the last node, report that."""
-        self._unsettled &= ~(1 << node)
-        if not self._unsettled:
+        self._unsettled_nodes &= ~(1 << node)
+        if not self._unsettled_nodes:
             journal = self._core.events.journal
             if journal is not None:  # in a forked child: no node keeps the key any more
                 journal.settled(self.lease)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection, Iterator, Sequence
-from itertools import chain
+from typing import NamedTuple
 
 from celery_redlock.lock.engine.core import Core
 from celery_redlock.lock.engine.releaser import Releaser
@@ -15,13 +15,18 @@ from celery_redlock.lock.model.lease import Lease
 from celery_redlock.lock.server.requests import RENEW
 from celery_redlock.lock.transport.command import Command, Entry, RoundGroup, encode_text
 
-SHORTEST_RENEWAL = 0.05  # least seconds between tries to renew a lock that could not be renewed
-RENEWED_AT_ONCE = 100  # keys in one request: a node serves no other client meanwhile
-LATE = 0.02  # seconds after which a renewal is late, for example because C code kept the GIL
+MIN_RENEWAL_PAUSE = 0.05  # least seconds between tries to renew a lock that could not be renewed
+MAX_KEYS_PER_REQUEST = 100  # keys in one request: a node serves no other client meanwhile
+# seconds after which a renewal is late, for example because C code kept the GIL
+LATE_RENEWAL = 0.02
 
 
-# keys that one request renews, the acquisition of each, and where a single key is reclaimed
-Part = tuple[Sequence[Lease], Sequence[Acquisition], Collection[int]]
+class RenewPart(NamedTuple):
+    """The keys that one request renews."""
+
+    leases: Sequence[Lease]
+    owners: Sequence[Acquisition]  # the acquisition of each lease
+    reclaim_nodes: Collection[int]  # nodes that lack the key, if it is a single one
 
 
 class Renewer:
@@ -33,49 +38,73 @@ class Renewer:
         self._releaser = releaser
 
     def renew(self, acquisitions: Sequence[Acquisition], *, native: bool = False) -> list[str]:
-        """Renew in one batch for each node, and wait. If no quorum confirmed all, return why.
+        """Renew acquisitions in one batch for each node, and wait for a quorum.
 
-        native: called in a thread of the watchdog. Returns one text for each node that failed.
+        Releases those that are abandoned, and leaves out those that are not held any more. native:
+        whether a thread of the watchdog calls this. Returns one text for each node that did not
+        renew all keys, if no quorum confirmed one of the keys; else an empty list.
         """
-        kept = [one for one in acquisitions if not self._releaser.release_if_abandoned(one)]
         core = self._core
-        sent = self._clock.now()
-        renewed = [one for one in kept if one.begin_renewal(sent)]
+        nodes = core.nodes
+        release_if_abandoned = self._releaser.release_if_abandoned
+        # `users` first: it is the answer for nearly all, without a call
+        in_use = [lock for lock in acquisitions if lock.users or not release_if_abandoned(lock)]
+        sent_at = self._clock.now()
+        renewed = [lock for lock in in_use if lock.begin_renewal(sent_at)]
         group = RoundGroup()
-        rounds = []
-        entries: list[list[Entry]] = [[] for _ in core.nodes.all]
-        for leases, owners, lacking in _in_parts(renewed, sent):
-            on_missing = functools.partial(self._on_missing, owners)
-            round_ = RenewRound(leases, self._clock, on_missing)
-            rounds.append((owners, round_))
+        rounds: list[tuple[RenewPart, RenewRound]] = []
+        entries: list[list[Entry]] = [[] for _ in nodes.all]
+        for part in _in_parts(renewed, sent_at):
+            round_ = RenewRound(
+                part.leases, self._clock, functools.partial(self._on_missing, part.owners)
+            )
+            rounds.append((part, round_))
             group.add(round_)
-            request = core.requests.renew(leases)
-            plain = Command(request, round_, RENEW), sent, request
-            for own in entries:
-                own.append(plain)
-            for node in lacking:
-                (lease,) = leases
-                lease.never_asked.discard(node)  # the reclaim, about to be sent, may set the key
-                lease.asked_again.add(node)
-                note = encode_text(broken_key(lease.key.name, lease.value))
-                request = core.requests.renew(leases, note)
-                entries[node][-1] = Command(request, round_, RENEW), sent, request
+            self._add_entries(entries, part, round_, sent_at)
         group.close()
-        core.nodes.scatter(entries, sent)
-        if native and any(sent - one.renew_at > LATE for one in renewed):
-            core.nodes.wait_keeping_gil(group)
-        core.nodes.wait(group, sent + core.nodes.timeout, native=native)
-        results = [(owners, round_, round_.unconfirmed) for owners, round_ in rounds]
-        unconfirmed = {owners[i] for owners, _, numbers in results for i in numbers}
+        nodes.scatter(entries, sent_at)
+        if native and any(sent_at - lock.renew_at > LATE_RENEWAL for lock in renewed):
+            nodes.wait_keeping_gil(group)
+        nodes.wait(group, sent_at + nodes.timeout, native=native)
+        unconfirmed: set[Acquisition] = set()
+        causes: dict[str, None] = {}
+        for part, round_ in rounds:
+            indexes = round_.unconfirmed  # read once: a late reply may change it
+            unconfirmed.update(part.owners[index] for index in indexes)
+            if indexes:
+                causes.update(dict.fromkeys(round_.causes(nodes.all)))
         now = self._clock.now()
-        for one in renewed:
-            if one in unconfirmed:
-                one.renewal_failed(now, SHORTEST_RENEWAL)
+        for lock in renewed:
+            if lock in unconfirmed:
+                lock.renewal_failed(now, MIN_RENEWAL_PAUSE)
             else:
-                one.renewal_reached(sent)
-        core.events.extended(one for one in renewed if one not in unconfirmed)
-        causes = (round_.causes(core.nodes.all) for _, round_, numbers in results if numbers)
-        return list(dict.fromkeys(chain.from_iterable(causes)))
+                lock.renewal_reached(sent_at)
+        core.events.extended(lock for lock in renewed if lock not in unconfirmed)
+        return list(causes)
+
+    def _add_entries(
+        self, entries: list[list[Entry]], part: RenewPart, round_: RenewRound, sent_at: float
+    ) -> None:
+        """Add the request for a part to the entries of each node.
+
+        A node that lacks the key gets a reclaim instead, which sets the key again.
+        """
+        request = self._core.requests.renew(part.leases)
+        renewal = Command(request, round_, RENEW), sent_at, request
+        for node, node_entries in enumerate(entries):
+            if node in part.reclaim_nodes:
+                reclaim = self._reclaim_request(part.leases, node)
+                node_entries.append((Command(reclaim, round_, RENEW), sent_at, reclaim))
+            else:
+                node_entries.append(renewal)
+
+    def _reclaim_request(self, leases: Sequence[Lease], node: int) -> bytes:
+        """Return the request that sets a missing key on a node, unless an operator broke it."""
+        (lease,) = leases
+        lease.never_asked.discard(node)  # the reclaim, about to be sent, may set the key
+        lease.asked_again.add(node)
+        break_record = encode_text(broken_key(lease.key.name, lease.value))
+        return self._core.requests.renew(leases, break_record)
 
     def _on_missing(self, owners: Sequence[Acquisition], number: int) -> None:
         """Check the deadline again, and reclaim the key soon, after the present round."""
@@ -91,7 +120,7 @@ class Renewer:
         fence = lease.fence
         if fence is None:
             return None
-        before = fence.token
+        previous_token = fence.token
         causes = list[str]()
         fence.choose(token)
         if not fence.usable:
@@ -103,26 +132,27 @@ class Renewer:
             nodes.wait(round_, until)
             causes = round_.causes(nodes.all)
         if not fence.usable:
-            fence.token = before  # an outer holder keeps the token that a quorum has confirmed
+            # an outer holder keeps the token that a quorum has confirmed
+            fence.token = previous_token
             return causes
         return None if lease.held(self._clock.now()) else []
 
 
-def _in_parts(acquisitions: Sequence[Acquisition], now: float) -> Iterator[Part]:
-    """Yield the parts. Keys that no node lacks are renewed together, but not too many."""
+def _in_parts(acquisitions: Sequence[Acquisition], now: float) -> Iterator[RenewPart]:
+    """Yield the parts: up to `MAX_KEYS_PER_REQUEST` keys, or a single key that a node lacks.
+
+    now: monotonic seconds.
+    """
     leases: list[Lease] = []
     owners: list[Acquisition] = []
     for acquisition in acquisitions:
         for lease in acquisition.leases:
-            lacking = lease.to_reclaim(now)
-            if lacking:
-                yield [lease], [acquisition], lacking
+            reclaim_nodes = lease.reclaims and lease.to_reclaim(now)
+            if reclaim_nodes:
+                yield RenewPart([lease], [acquisition], reclaim_nodes)
                 continue
             leases.append(lease)
             owners.append(acquisition)
-            if len(leases) == RENEWED_AT_ONCE:
-                yield leases, owners, ()
-                leases = []
-                owners = []
-    if leases:
-        yield leases, owners, ()
+    for first in range(0, len(leases), MAX_KEYS_PER_REQUEST):
+        part = slice(first, first + MAX_KEYS_PER_REQUEST)
+        yield RenewPart(leases[part], owners[part], ())

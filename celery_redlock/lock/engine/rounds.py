@@ -9,7 +9,7 @@ from typing import Any
 import hiredis
 
 from celery_redlock.errors import NodeError
-from celery_redlock.lock.model.fencing import LAST_TOKEN
+from celery_redlock.lock.model.fencing import MAX_TOKEN
 from celery_redlock.lock.model.handoff import Place, free_in, place_of_quorum
 from celery_redlock.lock.model.lease import ACQUIRING, HELD, Lease, expires_in
 from celery_redlock.lock.model.options import CompletionMarker
@@ -25,14 +25,14 @@ from celery_redlock.lock.model.votes import (
 )
 from celery_redlock.lock.platform.clock import Clock
 from celery_redlock.lock.server.error_hints import causes_of, strip_args
-from celery_redlock.lock.server.restart_guard import REPLACED
+from celery_redlock.lock.server.restart_guard import SERVER_REPLACED
 from celery_redlock.lock.transport.command import Command, Round, UnexpectedReplyError, text_of
 from celery_redlock.lock.transport.node import Node
 
-KEY_GONE = "its key is gone or another client's"
-# kinds of replies of lua/grant.lua
+KEY_NOT_OURS = "its key is gone or another client's"
+# types of the items in replies of lua/grant.lua
 REFUSAL = (int, int, bytes, int)
-NUMBERS = (int, int)
+INT_PAIR = (int, int)
 
 
 class AcquireRound(Round):
@@ -46,10 +46,10 @@ class AcquireRound(Round):
     that a later send has superseded the run.
     """
 
-    __slots__ = ("_due", "_held_by", "_is_plain", "_lease", "_marker", "_resend", "abstaining",
-                 "completed", "errors", "superseded", "tally")  # fmt: skip
+    __slots__ = ("_due_nodes", "_held_by", "_is_plain", "_lease", "_marker", "_resend",
+                 "abstaining", "completed", "errors", "superseded", "tally")  # fmt: skip
     is_released = True  # a release follows
-    is_again = False  # whether an earlier round may have reached the nodes
+    is_later_round = False  # whether an earlier round may have reached the nodes
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class AcquireRound(Round):
         self.completed = self.superseded = False
         nodes = len(lease.ends)
         self.tally = Tally(nodes, lease.quorum)
-        self._due = (1 << nodes) - 1  # nodes whose vote is not counted yet, as bits
+        self._due_nodes = (1 << nodes) - 1  # nodes whose vote is not counted yet, as bits
         self._held_by: dict[int, HeldByOther] = {}
         self.abstaining: dict[int, float] = {}  # seconds for which a node does not vote
         self.errors: dict[int, NodeError] = {}
@@ -77,68 +77,71 @@ class AcquireRound(Round):
         state = self._lease.state
         return state is ACQUIRING or state is HELD
 
-    def on_reply(self, node: int, sent: float, reply: Any, run_id: str) -> None:
+    def on_reply(self, node: int, sent_at: float, reply: Any, run_id: str) -> None:
         """Count one node's vote. Raises UnexpectedReplyError."""
         lease = self._lease
-        is_granted = reply == 1 and type(reply) is int and self._is_plain
-        vote = GRANTED if is_granted else self._vote(node, sent, reply)
-        if vote is None:
-            self.completed = True
-            self.decide()
-            return
+        if reply == 1 and type(reply) is int and self._is_plain:
+            vote = GRANTED
+        else:
+            counted_vote = self._vote(node, sent_at, reply)
+            if counted_vote is None:
+                self.completed = True
+                self.decide()
+                return
+            vote = counted_vote
         if vote is GRANTED:
             lease.granted.add(node)
-            lease.confirm(node, sent, run_id)
+            lease.confirm(node, sent_at, run_id)
         if not self.decided:
             self._count(node, vote)
 
     def _count(self, node: int, vote: Vote) -> None:
         """Count a node's vote, but only once for each node."""
         bit = 1 << node
-        if self._due & bit:
-            self._due ^= bit
+        if self._due_nodes & bit:
+            self._due_nodes ^= bit
             is_decided = self.tally.add(vote)
             if is_decided:
                 fence = self._lease.fence
                 lacks_counters = fence is not None and self.tally.reached and not fence.has_quorum
-                if not lacks_counters or not self._due:  # else the nodes that are due decide
+                if not lacks_counters or not self._due_nodes:  # else the nodes that are due decide
                     self.decide()
 
-    def _vote(self, node: int, sent: float, reply: Any) -> Vote | None:
+    def _vote(self, node: int, sent_at: float, reply: Any) -> Vote | None:
         """Return the vote in a reply; None if the run has ended or is superseded."""
         if type(reply) is hiredis.ReplyError:
             self.errors[node] = NodeError("", strip_args(str(reply)))
             return FAILED
-        vote, words = self._parsed(node, reply)
-        if self._marker is not None and self._has_ended(words[-1], sent):
+        vote, items = self._parsed(node, reply)
+        if self._marker is not None and self._has_ended(items[-1], sent_at):
             return None
         if vote is REFUSED:
-            expires_in = words[1] / 1000 if words[1] >= 0 else math.inf
-            self._held_by[node] = HeldByOther(text_of(words[2]), expires_in, words[3] / 1000)
+            expires_in = items[1] / 1000 if items[1] >= 0 else math.inf
+            self._held_by[node] = HeldByOther(text_of(items[2]), expires_in, items[3] / 1000)
         elif vote is ABSTAINED:
-            self.abstaining[node] = max(0, words[1]) / 1000
+            self.abstaining[node] = max(0, items[1]) / 1000
         elif self._lease.fence is not None:
-            self._lease.fence.counted(node, words[1])
+            self._lease.fence.counted(node, items[1])
         return vote
 
     def _parsed(self, node: int, reply: Any) -> tuple[Vote, list[Any]]:
         """Return a vote and the items of a reply of lua/grant.lua; raises UnexpectedReplyError."""
-        words: list[Any] = reply if type(reply) is list else []
-        kinds = tuple(map(type, words))
-        asks = self._marker is not None
+        items: list[Any] = reply if type(reply) is list else []
+        item_types = tuple(map(type, items))
+        reads_marker = self._marker is not None
         has_token = self._lease.fence is not None
-        if asks:
-            kinds = kinds[:-1] if kinds[-1:] == (int,) else ()
-        if kinds == REFUSAL and words[0] == 0:
-            return REFUSED, words
-        if kinds == NUMBERS and words[0] == -1:
-            return ABSTAINED, words
-        is_grant = kinds == NUMBERS and words[0] == 1 and (asks or has_token)
-        if is_grant and (not has_token or 0 <= words[1] <= LAST_TOKEN):
-            return GRANTED, words
+        if reads_marker:
+            item_types = item_types[:-1] if item_types[-1:] == (int,) else ()
+        if item_types == REFUSAL and items[0] == 0:
+            return REFUSED, items
+        if item_types == INT_PAIR and items[0] == -1:
+            return ABSTAINED, items
+        is_grant = item_types == INT_PAIR and items[0] == 1 and (reads_marker or has_token)
+        if is_grant and (not has_token or 0 <= items[1] <= MAX_TOKEN):
+            return GRANTED, items
         raise UnexpectedReplyError(reply)
 
-    def _has_ended(self, age_ms: int, sent: float) -> bool:
+    def _has_ended(self, age_ms: int, sent_at: float) -> bool:
         """Return whether a marker of this age, as of lua/marker.lua, says not to begin the run."""
         marker = self._marker
         if marker is None or marker.asks_since is None:
@@ -146,26 +149,26 @@ class AcquireRound(Round):
         if age_ms < 0 and marker.heeds_later:
             self.superseded = True
             return True
-        return age_ms > 0 and sent - age_ms / 1000 >= marker.asks_since
+        return age_ms > 0 and sent_at - age_ms / 1000 >= marker.asks_since
 
     def withdraw_replaced(self, replaced_at: dict[int, float]) -> None:
         for node in self._lease.replaced(replaced_at):
             if node in self._lease.granted:
                 self.tally.granted -= 1
                 self.tally.add(FAILED)
-                self.errors[node] = NodeError("", REPLACED)
+                self.errors[node] = NodeError("", SERVER_REPLACED)
             self._lease.withdraw(node)
 
     def on_error(self, node: int, command: Command, error: NodeError) -> None:
         """Resend once if the connection broke, else count a failed vote."""
         lease = self._lease
-        first = node not in lease.asked_again
+        is_first_error = node not in lease.asked_again
         if error.lost:
             lease.asked_again.add(node)
-            if first and not self.decided:
+            if is_first_error and not self.decided:
                 self._resend(node, command, lease.sent if command.dated else None)
                 return
-        elif first and not self.is_again:
+        elif is_first_error and not self.is_later_round:
             lease.never_asked.add(node)
         self.errors[node] = error
         if not self.decided:
@@ -186,19 +189,19 @@ class AcquireRound(Round):
         waits = [math.inf] * self.tally.nodes
         for node in self._voted:
             waits[node] = 0.0
-        for node, other in self._held_by.copy().items():
-            waits[node] = other.expires_in
+        for node, refusal in self._held_by.copy().items():
+            waits[node] = refusal.expires_in
         return expires_in(waits, self.tally.quorum)
 
     @property
     def holders(self) -> list[str]:
         """The value on each node that refused."""
-        return [other.value for other in self._held_by.copy().values()]
+        return [refusal.value for refusal in self._held_by.copy().values()]
 
     def causes(self, nodes: Sequence[Node], *, time_is_up: bool) -> list[str]:
         """Return one text for each node that gave no vote. time_is_up: the node timeout is over."""
-        voted = self._voted if time_is_up else None
-        return causes_of(nodes, self.errors, self.abstaining, voted)
+        voters = self._voted if time_is_up else None
+        return causes_of(nodes, self.errors, self.abstaining, voters)
 
     @property
     def _voted(self) -> set[int]:
@@ -213,8 +216,8 @@ class RenewRound(Round):
     number of a key after a node replied that the key does not have our value. errors: by node.
     """
 
-    __slots__ = ("_clock", "_doubted", "_due", "_leases", "_on_missing", "_quorum",
-                 "_renewed", "_unsettled", "errors")  # fmt: skip
+    __slots__ = ("_clock", "_doubt_counts", "_due_nodes", "_leases", "_on_missing", "_quorum",
+                 "_renewed_nodes", "_unconfirmed_fences", "errors")  # fmt: skip
 
     def __init__(
         self, leases: Sequence[Lease], clock: Clock, on_missing: Callable[[int], object]
@@ -225,12 +228,13 @@ class RenewRound(Round):
         self._on_missing = on_missing
         self._clock = clock
         self.errors: dict[int, NodeError] = {}
-        self._renewed = 0  # nodes that replied without an error, as bits
-        self._doubted: dict[int, int] = {}  # by number of a key: how many of these did not renew it
+        self._renewed_nodes = 0  # nodes that replied without an error, as bits
+        # by index of a key: how many of these nodes did not renew the key
+        self._doubt_counts: dict[int, int] = {}
         self._quorum = leases[0].quorum
-        self._due = (1 << len(leases[0].ends)) - 1  # nodes still due, as bits
-        fences = [one.fence for one in leases if one.fence is not None]
-        self._unsettled = [fence for fence in fences if not fence.usable]
+        self._due_nodes = (1 << len(leases[0].ends)) - 1  # nodes still due, as bits
+        fences = [lease.fence for lease in leases if lease.fence is not None]
+        self._unconfirmed_fences = [fence for fence in fences if not fence.usable]
 
     @property
     def wanted(self) -> bool:
@@ -241,73 +245,79 @@ class RenewRound(Round):
     def unconfirmed(self) -> list[int]:
         if self._all_confirmed:
             return []
-        doubted = self._doubted
-        enough = self._renewed.bit_count() - self._quorum
-        return [i for i in range(len(self._leases)) if doubted.get(i, 0) > enough]
+        doubted = self._doubt_counts
+        spare_nodes = self._renewed_nodes.bit_count() - self._quorum
+        return [index for index in range(len(self._leases)) if doubted.get(index, 0) > spare_nodes]
 
     @property
     def _all_confirmed(self) -> bool:
-        renewing = self._renewed.bit_count()
-        return renewing - max(self._doubted.values(), default=0) >= self._quorum
+        renewed_count = self._renewed_nodes.bit_count()
+        return renewed_count - max(self._doubt_counts.values(), default=0) >= self._quorum
 
-    def on_reply(self, node: int, sent: float, reply: Any, run_id: str) -> None:
+    def on_reply(self, node: int, sent_at: float, reply: Any, run_id: str) -> None:
         """Extend the deadlines, or stop counting the node. An odd reply counts in no part."""
         if type(reply) is hiredis.ReplyError:
             self.errors[node] = NodeError("", strip_args(str(reply)))
         else:
             self._check(reply)
             now = self._clock.now
-            for number, (lease, word) in enumerate(zip(self._leases, reply, strict=True)):
-                # reads the clock each time: a thread that was stopped here must not revive a lease
-                if word != 1 or not lease.renewed(node, sent, now(), run_id):
-                    self._on_unconfirmed(number, node, sent, word, run_id)
-            self._renewed |= 1 << node
-        self._heard(node)
+            leases = self._leases
+            for index in Lease.renew_each(leases, reply, node, sent_at, now, run_id):
+                item = reply[index]
+                if item != 1 or not leases[index].renewed(node, sent_at, now(), run_id):
+                    self._on_unconfirmed(index, node, sent_at, item, run_id)
+            self._renewed_nodes |= 1 << node
+        self._note_reply(node)
 
     def _check(self, reply: Any) -> None:
         """Raise UnexpectedReplyError unless each item is as in lua/renew.lua."""
         if type(reply) is not list or len(reply) != len(self._leases):
             raise UnexpectedReplyError(reply)
-        for number, word in enumerate(reply):
-            if word is None or (type(word) is int and -1 <= word <= 1):  # None: no vote on this key
+        if reply.count(1) == len(reply) and {*map(type, reply)} == {int}:
+            return  # nearly always
+        for index, item in enumerate(reply):
+            if item is None or (type(item) is int and -1 <= item <= 1):  # None: no vote on this key
                 continue
-            has_token = self._leases[number].fence is not None and type(word) is list
-            if not has_token or [type(part) for part in word] != [int, int] or word[0] != 1:
+            has_token = self._leases[index].fence is not None and type(item) is list
+            if not has_token or [type(part) for part in item] != [int, int] or item[0] != 1:
                 raise UnexpectedReplyError(reply)
 
-    def _on_unconfirmed(self, number: int, node: int, sent: float, word: Any, run_id: str) -> None:
-        one = self._leases[number]
+    def _on_unconfirmed(
+        self, index: int, node: int, sent_at: float, item: Any, run_id: str
+    ) -> None:
+        lease = self._leases[index]
         now = self._clock.now()
-        if type(word) is list and one.renewed(node, sent, now, run_id):
-            # above LAST_TOKEN another program has changed the counter
-            if one.fence is not None and word[1] <= LAST_TOKEN:
-                one.fence.counted(node, word[1])
+        if type(item) is list and lease.renewed(node, sent_at, now, run_id):
+            # above MAX_TOKEN another program has changed the counter
+            if lease.fence is not None and item[1] <= MAX_TOKEN:
+                lease.fence.counted(node, item[1])
             return
-        self._doubted[number] = self._doubted.get(number, 0) + 1
-        self.errors[node] = NodeError("", KEY_GONE)
-        if word == 0:
-            one.missing(node, now, run_id)
-        elif word == -1:
-            one.denied(node, now)
-        if word in (0, -1):
-            self._on_missing(number)
+        self._doubt_counts[index] = self._doubt_counts.get(index, 0) + 1
+        self.errors[node] = NodeError("", KEY_NOT_OURS)
+        if item == 0:
+            lease.missing(node, now, run_id)
+        elif item == -1:
+            lease.denied(node, now)
+        if item in (0, -1):
+            self._on_missing(index)
 
     def on_error(self, node: int, command: Command, error: NodeError) -> None:
         """Leave the deadlines unchanged: without a reply, the node may keep the keys."""
         self.errors[node] = error
-        self._heard(node)
+        self._note_reply(node)
 
     def causes(self, nodes: Sequence[Node]) -> list[str]:
         """Return one text for each node that did not renew all keys in time."""
-        renewed = {node.index for node in nodes if self._renewed >> node.index & 1}
-        return causes_of(nodes, self.errors.copy(), voted=renewed)
+        renewed = {node.index for node in nodes if self._renewed_nodes >> node.index & 1}
+        return causes_of(nodes, self.errors.copy(), voters=renewed)
 
-    def _heard(self, node: int) -> None:
-        self._due &= ~(1 << node)
+    def _note_reply(self, node: int) -> None:
+        self._due_nodes &= ~(1 << node)
         if self.decided:
             return
-        fences = self._unsettled
-        if not self._due or (all(f.usable for f in fences) if fences else self._all_confirmed):
+        fences = self._unconfirmed_fences
+        is_confirmed = all(fence.usable for fence in fences) if fences else self._all_confirmed
+        if is_confirmed or not self._due_nodes:
             self.decide()
 
 
@@ -322,7 +332,7 @@ class PlaceRound(Round):
     def __init__(self, nodes: int) -> None:
         super().__init__()
         self._quorum = quorum_of(nodes)
-        self._due = set(range(nodes))
+        self._due_nodes = set(range(nodes))
         self._places: dict[int, Place] = {}
 
     @property
@@ -330,21 +340,21 @@ class PlaceRound(Round):
         """What the replies so far say together; None if no quorum has replied."""
         return place_of_quorum(list(self._places.copy().values()), self._quorum)
 
-    def on_reply(self, node: int, sent: float, reply: Any, run_id: str) -> None:
+    def on_reply(self, node: int, sent_at: float, reply: Any, run_id: str) -> None:
         """Store a node's reply. Raises UnexpectedReplyError."""
         if type(reply) is not hiredis.ReplyError:
-            if type(reply) is not list or [type(word) for word in reply] != [int, int, int]:
+            if type(reply) is not list or [type(item) for item in reply] != [int, int, int]:
                 raise UnexpectedReplyError(reply)
             self._places[node] = Place(reply[0], reply[1], free_in(reply[2]))
-        self._heard(node)
+        self._note_reply(node)
 
     def on_error(self, node: int, command: Command, error: NodeError) -> None:
         """Count the node as done, because it will not reply."""
-        self._heard(node)
+        self._note_reply(node)
 
-    def _heard(self, node: int) -> None:
-        self._due.discard(node)
-        free = sum(one.free > 0 for one in self._places.values())
-        taken = len(self._places) - free
-        if not self._due or free >= self._quorum or taken >= self._quorum:
+    def _note_reply(self, node: int) -> None:
+        self._due_nodes.discard(node)
+        free_count = sum(place.free > 0 for place in self._places.values())
+        taken_count = len(self._places) - free_count
+        if not self._due_nodes or free_count >= self._quorum or taken_count >= self._quorum:
             self.decide()

@@ -24,10 +24,12 @@ from celery_redlock.lock.platform.forks import check_process
 from celery_redlock.lock.transport.address import Address
 from celery_redlock.lock.transport.connection import connect_budget
 
-EXCHANGED_EVERY = 1 / 3  # of a grace period: how often nodes get the tenures of other nodes
-RECONNECT_IDLE = 1.0  # seconds, doubled each time, until an idle process tries lost nodes again
-LAST_ROUNDS = 4  # of a lost release: it is noticed, connected for, sent, and sent with its source
-IDLE = 30.0  # seconds after which an unused connection is checked by a PING
+TENURE_EXCHANGE_SHARE = 1 / 3  # of a grace period: how often nodes get the tenures of other nodes
+# seconds, doubled each time, until an idle process tries lost nodes again
+IDLE_RECONNECT_PAUSE = 1.0
+# of a lost release: it is noticed, connected for, sent, and sent with its source
+DELIVERY_ROUNDS = 4
+PING_INTERVAL = 30.0  # seconds after which an unused connection is checked by a PING
 
 
 class Session(Core):
@@ -50,7 +52,7 @@ class Session(Core):
             lambda due: self.renewer.renew(due, native=True),
             self._run_maintenance,
         )
-        self.exchanged_every = options.guard.grace_period * EXCHANGED_EVERY
+        self.exchanged_every = options.guard.grace_period * TENURE_EXCHANGE_SHARE
         self._build()
 
     def _build(self) -> None:
@@ -60,7 +62,7 @@ class Session(Core):
         self.callers = Callers(self)
         self._flows = self.platform.new_local(Flow)
         self._is_ending = self.is_closed = False
-        self._rest = RECONNECT_IDLE
+        self._reconnect_pause = IDLE_RECONNECT_PAUSE
 
     @property
     def is_used(self) -> bool:
@@ -91,7 +93,7 @@ class Session(Core):
         nodes = self.nodes
         releaser = self.releaser
         until = clock.now() + nodes.timeout
-        for _ in range(LAST_ROUNDS):
+        for _ in range(DELIVERY_ROUNDS):
             releaser.outbox.flush(clock.now())
             due = {node.index for node in nodes.all if node.outstanding}
             due.update(releaser.outbox.nodes)
@@ -125,8 +127,8 @@ class Session(Core):
         """
         prefix = self.options.prefix
         keys = [LockKey(prefix, resource, options.ttl, limit) for resource, limit, _ in orphans]
-        named = [key for key in keys if key.resource in options.resources]
-        acquisition = Acquisition(options, named, self.current_owner())
+        resource_keys = [key for key in keys if key.resource in options.resources]
+        acquisition = Acquisition(options, resource_keys, self.current_owner())
         acquisition.acquired_at = acquired_at
         acquisition.leases = [
             self.acquirer.new_lease(options, key, value)
@@ -151,19 +153,22 @@ class Session(Core):
         timeout = self.options.node_timeout
         self.nodes.drain()
         self.releaser.run_maintenance(now)
-        idle = min(IDLE, self.exchanged_every)
+        idle = min(PING_INTERVAL, self.exchanged_every)
         self.guard.keep_alive(idle)
         is_watching = bool(self.watchdog.watched)
         # also without a lock: otherwise nobody hears that a node is back
-        gone = (is_watching or not self._is_ending) and self.nodes.reconnect()
-        again = min(self.nodes.pollers.drop_spare(now), self.releaser.repeats_at)
+        is_reconnecting = (is_watching or not self._is_ending) and self.nodes.reconnect()
+        next_run = min(self.nodes.pollers.drop_spare(now), self.releaser.repeats_at)
         # checked last: the reports of broken connections may have added work
-        if (gone and is_watching) or self.nodes.outstanding or self.releaser.is_writing:
-            return min(again, now + timeout)
+        if (is_reconnecting and is_watching) or self.nodes.outstanding or self.releaser.is_writing:
+            return min(next_run, now + timeout)
         if self._is_ending:
             if self.releaser.repeats_at < math.inf or self.watchdog.is_busy:
                 return now + timeout
             self.close()
             return math.inf
-        self._rest = min(IDLE, 2 * self._rest) if gone else RECONNECT_IDLE
-        return min(again, now + (self._rest if gone else idle))
+        if not is_reconnecting:
+            self._reconnect_pause = IDLE_RECONNECT_PAUSE
+            return min(next_run, now + idle)
+        self._reconnect_pause = min(PING_INTERVAL, 2 * self._reconnect_pause)
+        return min(next_run, now + self._reconnect_pause)

@@ -11,13 +11,13 @@ from typing import Any
 
 from celery_redlock.errors import NodeError
 from celery_redlock.lock.engine.permits import PermitRound
-from celery_redlock.lock.engine.rounds import NUMBERS
+from celery_redlock.lock.engine.rounds import INT_PAIR
 from celery_redlock.lock.model.rate import Start
 from celery_redlock.lock.model.votes import ABSTAINED, GRANTED, REFUSED, Vote
 from celery_redlock.lock.server.requests import TAKE
 from celery_redlock.lock.transport.command import Command, UnexpectedReplyError, text_of
 
-_REPLY = (int, int, bytes, int)  # kinds of a vote of lua/take.lua
+_REPLY = (int, int, bytes, int)  # types of the items in a vote of lua/take.lua
 
 
 class StartRound(PermitRound):
@@ -29,7 +29,7 @@ class StartRound(PermitRound):
     same start was asked for before.
     """
 
-    __slots__ = ("_is_repeated", "_take", "_young", "is_again")
+    __slots__ = ("_is_repeated", "_make_request", "_young_nodes", "is_later_round")
     script = TAKE
     is_released = False
 
@@ -37,55 +37,62 @@ class StartRound(PermitRound):
         self,
         start: Start,
         resend: Callable[[int, Command, float | None], None],
-        take: Callable[[int | None, bool], bytes],
-        asked: int | None = None,
+        make_request: Callable[[int | None, bool], bytes],
+        only_permit: int | None = None,
         *,
         is_repeated: bool = False,
     ) -> None:
-        super().__init__(start, resend, None, self._request_of, asked)
-        self._take = take
-        self._young = set[int]()
-        self.is_again = self._is_repeated = is_repeated  # the latter also after an error
+        super().__init__(start, resend, None, self._request_of, only_permit)
+        self._make_request = make_request
+        self._young_nodes = set[int]()
+        self.is_later_round = self._is_repeated = is_repeated  # the latter also after an error
 
     def _request_of(self, permit: int | None) -> bytes:
-        return self._take(permit, self._is_repeated)
+        return self._make_request(permit, self._is_repeated)
 
     def _parsed(self, node: int, reply: Any) -> tuple[Vote, list[Any]]:
         """Return a vote and its numbers. Raises UnexpectedReplyError."""
-        words: list[Any] = reply if type(reply) is list else []
-        kinds = tuple(map(type, words))
-        if kinds == NUMBERS and words[0] == -1:
-            return ABSTAINED, words
-        if kinds != _REPLY or not (words[0] == 0 or (words[0] == 1 and self._is_asked(words))):
+        items: list[Any] = reply if type(reply) is list else []
+        item_types = tuple(map(type, items))
+        if item_types == INT_PAIR and items[0] == -1:
+            return ABSTAINED, items
+        if item_types != _REPLY or not (items[0] == 0 or (items[0] == 1 and self._is_asked(items))):
             raise UnexpectedReplyError(reply)
-        _, number, view, is_young = words
-        if words[0] == 0 and len(view) != self._lease.key.limit:
+        _, number, view, is_young = items
+        if items[0] == 0 and len(view) != self._lease.key.limit:
             raise UnexpectedReplyError(reply)
         if is_young:
-            self._young.add(node)
+            self._young_nodes.add(node)
         self.views[node] = text_of(view)
-        return (GRANTED, words) if words[0] else (REFUSED, [0, number, b"", 0])
+        return (GRANTED, items) if items[0] else (REFUSED, [0, number, b"", 0])
 
-    def _is_doubted(self, permit: int, due: int) -> bool:
-        old = [node for node, (offered, *_) in self._offers.items() if offered == permit]
-        if sum(node not in self._young for node in old) >= self.tally.quorum:
+    def _is_doubted(self, permit: int, pending: int) -> bool:
+        granting_nodes = [
+            node for node, (offered_permit, *_) in self._offers.items() if offered_permit == permit
+        ]
+        if sum(node not in self._young_nodes for node in granting_nodes) >= self.tally.quorum:
             return False
-        return due > 0 or "1" in self._old_views(permit)
+        return pending > 0 or "1" in self._old_views(permit)
 
     def _old_views(self, permit: int) -> str:
         """Return what the old nodes say of a permit."""
         views = self.views.copy().items()
-        return "".join(view[permit] for node, view in views if node not in self._young)
+        return "".join(view[permit] for node, view in views if node not in self._young_nodes)
 
     def free(self) -> list[int]:
         """As for a lock; 0 for what an old node refuses, unless a quorum of old nodes has it."""
         quorum = self.tally.quorum
         free = super().free()
         for permit in range(len(free)):
-            old = self._old_views(permit) if self._young else ""
-            if "1" in old and old.count("0") < quorum:
+            old_views = self._old_views(permit) if self._young_nodes else ""
+            if "1" in old_views and old_views.count("0") < quorum:
                 free[permit] = 0
         return free
+
+    @property
+    def is_free_somewhere(self) -> bool:
+        """Whether a node has a permit free: its view names no holder."""
+        return any("0" in view for view in self.views.copy().values())
 
     def expires_in(self) -> float | None:
         """As for a lock; None if nodes have permits free, but none that a quorum shares."""
@@ -94,4 +101,4 @@ class StartRound(PermitRound):
     def on_error(self, node: int, command: Command, error: NodeError) -> None:
         """As for a lock; a request that is sent once more looks for the permit of the first."""
         self._is_repeated = True
-        super().on_error(node, self.command(self.asked), error)
+        super().on_error(node, self.command(self.only_permit), error)

@@ -20,12 +20,12 @@ from redis.backoff import ExponentialBackoff
 from celery_redlock import anchors
 from celery_redlock.lock.model.acquisition import Acquisition
 from celery_redlock.lock.platform.clock import Platform
-from celery_redlock.lock.transport.node import LONGEST_RECONNECT
+from celery_redlock.lock.transport.node import MAX_RECONNECT_PAUSE
 
 logger = logging.getLogger(__name__)
 
 HEAD_START = 0.0005  # seconds of keeping the GIL, so that a late renewal is the next to get it
-AFTER_ERROR = ExponentialBackoff(cap=1.0, base=0.05)  # seconds after an unexpected error
+ERROR_BACKOFF = ExponentialBackoff(cap=1.0, base=0.05)  # seconds after an unexpected error
 
 
 Renew = Callable[[Sequence[Acquisition]], object]
@@ -58,8 +58,9 @@ class Watchdog:
         """Reset after a fork: the threads and their locks stay with the parent."""
         self._watched: dict[int, Acquisition] = {}
         self._maintenance_at = math.inf  # used by the first thread alone
-        self._hurried_at = -math.inf
-        self._asked: deque[float] = deque()  # requests for maintenance, by any thread
+        self._last_early_renewal = -math.inf
+        # requests for maintenance, by any thread
+        self._maintenance_requests: deque[float] = deque()
         self._pending: deque[Callable[[], object]] = deque()  # calls for the second thread
         self._renewals = self._platform.deadline_timer()
         self._deadlines = self._platform.deadline_timer()
@@ -95,6 +96,16 @@ class Watchdog:
     def is_busy(self) -> bool:
         return bool(self._watched or self._pending)
 
+    def release_dropped(self, acquisition: Acquisition) -> None:
+        """Have an acquisition released soon if its last user was garbage collected.
+
+        One that has another user stays as it is: it may be one that is not renewed. Called in any
+        thread, also within a finalizer: it takes no mutex.
+        """
+        if not acquisition.users:
+            acquisition.renew_at = moment = self._clock.now()  # a renewal releases it instead
+            self._renewals.schedule_by(moment)
+
     def renew_by(self, moment: float) -> None:
         """Renew by this monotonic second every acquisition that is still renewed."""
         for acquisition in list(self._watched.values()):
@@ -109,15 +120,16 @@ class Watchdog:
         a renewal breaks the connection, each reconnect would cause the next renewal.
         """
         now = self._clock.now()
-        if self._hurried_at <= now:  # otherwise the planned renewal serves this node, too
-            self._hurried_at = max(now, self._hurried_at + LONGEST_RECONNECT)
-        self.renew_by(self._hurried_at)
+        if self._last_early_renewal <= now:  # otherwise the planned renewal serves this node, too
+            self._last_early_renewal = max(now, self._last_early_renewal + MAX_RECONNECT_PAUSE)
+        self.renew_by(self._last_early_renewal)
 
     def run_maintenance_by(self, moment: float) -> None:
         """Run maintenance by this monotonic second."""
         if not self._started:
             self._start()
-        self._asked.append(moment)  # not compared here: two callers at once might lose the earlier
+        # not compared here: two callers at once might lose the earlier
+        self._maintenance_requests.append(moment)
         self._renewals.schedule_by(moment)
 
     def call_soon(self, function: Callable[..., object], *args: Any, **options: Any) -> None:
@@ -143,18 +155,18 @@ class Watchdog:
         self._started = True
 
     def _run_renewals(self, threads: dict[str, object]) -> None:
-        mine = object()
-        first = threads.setdefault("renewals", mine)
-        if first is not mine:
+        thread_mark = object()
+        running_mark = threads.setdefault("renewals", thread_mark)
+        if running_mark is not thread_mark:
             return
         timer = self._renewals
         failures = 0
         while not self._stopped and timer is self._renewals:
             now = self._clock.now()
             timer.begin_pass(now)
-            soonest = -math.inf
+            next_renewal = -math.inf
             try:
-                soonest = self._do_what_is_due(now)
+                next_renewal = self._do_what_is_due(now)
                 failures = 0
             except Exception as error:
                 # the thread must go on: otherwise every lock of the process would expire
@@ -162,46 +174,53 @@ class Watchdog:
                 extra = {"event": "renewal_failed"}
                 see = anchors.UNEXPECTED
                 self._call_safely(logger.exception, text, see, exc_info=error, extra=extra)
-                timer.sleep(AFTER_ERROR.compute(failures))
+                timer.sleep(ERROR_BACKOFF.compute(failures))
                 failures = min(failures + 1, 16)
-            timer.wait_until(min(self._maintenance_at, soonest), self._clock.now())
+            timer.wait_until(min(self._maintenance_at, next_renewal), self._clock.now())
 
     def _do_what_is_due(self, now: float) -> float:
-        """Return the monotonic second at which the next renewal is due."""
-        soonest = self._soonest()
-        due = soonest <= now
+        """Renew and maintain what is due; return the monotonic second of the next renewal."""
+        next_renewal = self._next_renewal()
+        is_due = next_renewal <= now
         try:
-            if due:  # in one batch with renewals that are due soon, to save requests
+            if is_due:  # in one batch with renewals that are due soon, to save requests
                 watched = list(self._watched.values())
-                self._renew([one for one in watched if one.renew_at - one.leeway <= now])
-                soonest = self._soonest()
+                due = [
+                    acquisition
+                    for acquisition in watched
+                    if acquisition.renew_at - acquisition.leeway <= now
+                ]
+                self._renew(due)
+                next_renewal = self._next_renewal()
         finally:  # otherwise the replies of a renewal that fails again and again are never read
-            asked = [self._asked.popleft() for _ in range(len(self._asked))]
-            self._maintenance_at = min([self._maintenance_at, *asked])
-            if due or self._maintenance_at <= now:
+            requests = self._maintenance_requests
+            requested = [requests.popleft() for _ in range(len(requests))]
+            self._maintenance_at = min([self._maintenance_at, *requested])
+            if is_due or self._maintenance_at <= now:
                 self._maintenance_at = self._run_maintenance()
-        return soonest
+        return next_renewal
 
-    def _soonest(self) -> float:
-        return min([one.renew_at for one in list(self._watched.values())], default=math.inf)
+    def _next_renewal(self) -> float:
+        renewals = [acquisition.renew_at for acquisition in list(self._watched.values())]
+        return min(renewals, default=math.inf)
 
     def _run_deadlines(self, threads: dict[str, object]) -> None:
-        mine = object()
-        first = threads.setdefault("deadlines", mine)
-        if first is not mine:
+        thread_mark = object()
+        running_mark = threads.setdefault("deadlines", thread_mark)
+        if running_mark is not thread_mark:
             return
         timer = self._deadlines
         while not self._stopped and timer is self._deadlines:
             now = self._clock.now()
             timer.begin_pass(now)
-            soonest = self._check_deadlines(now)
+            next_deadline = self._check_deadlines(now)
             if self._pending:  # one at a time: many reports must not delay the report of a loss
                 self._call_safely(self._pending.popleft())
                 timer.wake()
             now = self._clock.now()
             if self._renewals.is_late(now):  # otherwise C code may take the GIL before the renewal
                 self._platform.pause_keeping_gil(HEAD_START)
-            timer.wait_until(soonest, now)
+            timer.wait_until(next_deadline, now)
 
     def _check_deadlines(self, now: float) -> float:
         """Report what has passed its deadline; return the monotonic second of the next deadline.
@@ -209,15 +228,15 @@ class Watchdog:
         A function of its own: a local variable of the thread would keep the last acquisition, and
         with it a dropped `Redlock`, for as long as the thread sleeps.
         """
-        soonest = math.inf
+        next_deadline = math.inf
         for acquisition in self.watched:
-            moment = acquisition.deadline
-            if moment <= now:
+            deadline = acquisition.deadline
+            if deadline <= now:
                 self._call_safely(self._check_deadline, acquisition, now)
-                moment = acquisition.deadline
-            if moment < soonest:
-                soonest = moment
-        return soonest
+                deadline = acquisition.deadline
+            if deadline < next_deadline:
+                next_deadline = deadline
+        return next_deadline
 
     def _call_safely(self, function: Callable[..., object], *args: Any, **options: Any) -> None:
         """Call a function that writes the log or is users' code; log any exception."""

@@ -12,7 +12,6 @@ import itertools
 import math
 import random
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Any
 from weakref import ref
 
@@ -22,10 +21,10 @@ from celery_redlock.lock.model.lease import HELD, LOST, NOT_RENEWED, Lease, Lock
 from celery_redlock.lock.model.options import LockOptions
 from celery_redlock.lock.model.rate import Start
 
-RENEWED_TOGETHER = 10  # renewals that are due within one tenth of a ttl go in one batch
+RENEWAL_BATCHES_PER_TTL = 10  # renewals that are due within one tenth of a ttl go in one batch
 SPLIT_TRIES = 6  # tries while rivals that came at once share the nodes, and none has the lock
-LONGEST_SPLIT = 0.25  # seconds, the longest pause between these tries
-HUNG = "its process hung, so it was not renewed"
+MAX_SPLIT_PAUSE = 0.25  # seconds, the longest pause between these tries
+HOLDER_HUNG = "its process hung, so it was not renewed"
 _numbers = itertools.count(1)
 
 
@@ -47,9 +46,9 @@ class Acquisition:
     renewal (inf: none). It may renew up to `leeway` seconds earlier, in one batch with others.
     """
 
-    __slots__ = ("_at_risk_told", "_last_renewal", "_loss_told", "_reclaim_at",
-                 "abandoned", "acquired_at", "ended_at", "holds", "keys", "leases", "leeway",
-                 "number", "options", "owner", "releases", "renew_at", "splits", "starts",
+    __slots__ = ("_last_renewal", "_loss_reported", "_reclaim_at", "_risk_reported", "abandoned",
+                 "acquired_at", "ended_at", "holds", "keys", "leases", "leeway", "number",
+                 "options", "owner", "releases", "renew_at", "splits", "starts",
                  "was_split")  # fmt: skip
 
     def __init__(self, options: LockOptions, keys: Sequence[LockKey], owner: Owner) -> None:
@@ -59,7 +58,7 @@ class Acquisition:
         self.number = next(_numbers)  # unique in this process
         self.leases: list[Lease] = []
         self.starts: list[Start] = []  # of its rates
-        self.leeway = options.ttl / RENEWED_TOGETHER
+        self.leeway = options.ttl / RENEWAL_BATCHES_PER_TTL
         # weak: if an exception interrupted an acquire or a release, no code can release this. The
         # watchdog must not renew it for ever then
         self.holds: list[ref[Hold]] = []
@@ -68,7 +67,7 @@ class Acquisition:
         self.acquired_at = 0.0
         self._last_renewal = -math.inf  # monotonic seconds up to which it may be renewed
         self.ended_at: float | None = None  # monotonic seconds: the end of the run under the lock
-        self._at_risk_told = self._loss_told = False
+        self._risk_reported = self._loss_reported = False
         self.releases: list[Any] = []  # of its keys, while they are written
         self.splits = 0  # as of its hold when it began
         self.was_split = False  # it was refused, although no other client got a quorum either
@@ -104,24 +103,26 @@ class Acquisition:
 
     def held(self, now: float) -> bool:
         """Return whether every key is held at the monotonic second `now`, by arithmetic alone."""
-        for one in self.leases:
-            if not one.held(now):
+        leases = self.leases
+        for lease in leases:  # as `Lease.held`, without its call: asked around each body
+            if lease.state is not HELD or now >= lease.valid_until - lease.margin:
                 return False
-        return bool(self.leases)
+        return bool(leases)
 
     def lost(self, now: float) -> bool:
         """Return whether it was held and has ended without a release."""
         return any(
-            one.state is LOST or (one.state is HELD and not one.held(now)) for one in self.leases
+            lease.state is LOST or (lease.state is HELD and not lease.held(now))
+            for lease in self.leases
         )
 
     @property
     def reason(self) -> str:
-        reason = next((one.reason for one in self.leases if one.reason), NOT_RENEWED)
+        reason = next((lease.reason for lease in self.leases if lease.reason), NOT_RENEWED)
         if reason != NOT_RENEWED or not self._was_held_as_planned:
             return reason
         if self.options.renew and self.options.max_hold is None:
-            return HUNG  # only `renew_until` ends its renewals
+            return HOLDER_HUNG  # only `renew_until` ends its renewals
         if self.options.renew:
             return f"its max_hold of {self.options.max_hold:g} s is over"
         return f"its ttl of {self.options.ttl:g} s is over, and renew=False"
@@ -129,7 +130,7 @@ class Acquisition:
     @property
     def _was_held_as_planned(self) -> bool:
         """Whether it was valid until after the last renewal that may have been due."""
-        valid_until = min(one.valid_until for one in self.leases)
+        valid_until = min(lease.valid_until for lease in self.leases)
         return valid_until >= max(self._last_renewal, self.acquired_at)
 
     def has_expired(self, now: float) -> bool:
@@ -141,12 +142,12 @@ class Acquisition:
 
     def remaining(self, now: float) -> float:
         """Return the seconds of validity left without a renewal; 0.0 once it is over."""
-        return min((one.remaining(now) for one in self.leases), default=0.0)
+        return min((lease.remaining(now) for lease in self.leases), default=0.0)
 
     @property
     def fencing_token(self) -> int:
         """The fencing token; before it is chosen, the greatest known counter; 0 without fencing."""
-        fences = [one.fence for one in self.leases if one.fence]
+        fences = [lease.fence for lease in self.leases if lease.fence]
         return max((fence.token or fence.greatest for fence in fences), default=0)
 
     def check_covers(self, resource: str, options: LockOptions, now: float) -> None:
@@ -156,62 +157,64 @@ class Acquisition:
         """
         if not self.held(now):
             raise LockLost(resource, self.reason)
-        own = self.options
-        if own.limits:
-            of_own = own.limits.get(resource, 1)
-            wanted = (options.limits or {}).get(resource, 1)
-            if of_own > wanted:
-                hint = f"{self._held_here(resource)} as one of {of_own} permits, which excludes "
-                hint += "no other holder: nest it with the same limit"
-                raise SettingsError("Lock", "limit", f"{wanted}", hint)
-        if options.fencing and not own.fencing:
+        outer_options = self.options
+        if outer_options.limits:
+            outer_limit = outer_options.limits.get(resource, 1)
+            nested_limit = (options.limits or {}).get(resource, 1)
+            if outer_limit > nested_limit:
+                hint = f"{self._held_here(resource)} as one of {outer_limit} permits, which "
+                hint += "excludes no other holder: nest it with the same limit"
+                raise SettingsError("Lock", "limit", f"{nested_limit}", hint)
+        if options.fencing and not outer_options.fencing:
             hint = f"{self._held_here(resource)} without a fencing token: take the outer one with"
             raise SettingsError("Lock", "fencing", "True", f"{hint} fencing=True")
 
     def _held_here(self, resource: str) -> str:
         """Name the holder: in eager mode it may be the parent of a link, before its release."""
-        by = f" by {Holder.of(self.options.label)}" if self.options.label else ""
-        return f"{resource!r} is held here{by}"
+        holder = f" by {Holder.of(self.options.label)}" if self.options.label else ""
+        return f"{resource!r} is held here{holder}"
 
     # its deadline
 
     @property
     def deadline(self) -> float:
         """When to check it next, because it may be at risk or lost then; inf if never."""
-        if self._loss_told:
+        if self._loss_reported:
             return math.inf
-        soonest = math.inf
+        earliest = math.inf
         all_held = True
         for lease in self.leases:
-            if lease.state is LOST:
-                return -math.inf
-            all_held = all_held and lease.state is HELD
-            before = lease.margin if self._at_risk_told else lease.ttl / 3
-            soonest = min(soonest, lease.valid_until - before)
-        return soonest if all_held else math.inf
+            if lease.state is not HELD:
+                if lease.state is LOST:
+                    return -math.inf
+                all_held = False
+            moment = lease.valid_until - (lease.margin if self._risk_reported else lease.ttl / 3)
+            if moment < earliest:  # no `min`: the watchdog asks each lock in each pass
+                earliest = moment
+        return earliest if all_held else math.inf
 
     def expire(self, now: float) -> str | None:
         """Mark all its keys as lost if one of them is over; return the reason, None if none is."""
-        for one in self.leases:
-            one.expire(now)
-        if all(one.state is not LOST for one in self.leases):
+        for lease in self.leases:
+            lease.expire(now)
+        if all(lease.state is not LOST for lease in self.leases):
             return None
         reason = self.reason
-        for one in self.leases:
-            one.lose(reason)
+        for lease in self.leases:
+            lease.lose(reason)
         return reason
 
-    def mark_loss_told(self) -> bool:
+    def mark_loss_reported(self) -> bool:
         """Return True for the first call: that caller reports the loss."""
-        told = self._loss_told
-        self._loss_told = True
-        return not told
+        was_reported = self._loss_reported
+        self._loss_reported = True
+        return not was_reported
 
-    def mark_risk_told(self, now: float) -> bool:
+    def mark_risk_reported(self, now: float) -> bool:
         """Return True if it is at risk at `now`, but only once after each confirmed renewal."""
-        if self._at_risk_told or not any(one.at_risk(now) for one in self.leases):
+        if self._risk_reported or not any(lease.at_risk(now) for lease in self.leases):
             return False
-        self._at_risk_told = True
+        self._risk_reported = True
         return True
 
     # its renewals
@@ -221,8 +224,8 @@ class Acquisition:
         self.acquired_at = started
         options = self.options
         if options.renew:
-            longest = math.inf if options.max_hold is None else options.max_hold
-            self._last_renewal = started + longest
+            max_hold = math.inf if options.max_hold is None else options.max_hold
+            self._last_renewal = started + max_hold
         self._schedule(started + options.ttl / 3)
 
     def renew_until(self, moment: float, now: float) -> None:
@@ -239,19 +242,19 @@ class Acquisition:
         self._reclaim_at = math.inf
         return True
 
-    def renewal_reached(self, sent: float) -> None:
-        """Set the next renewal after a renewal that a quorum confirmed. sent: monotonic seconds."""
-        self._at_risk_told = False
-        self._schedule(sent + self.options.ttl / 3)
+    def renewal_reached(self, sent_at: float) -> None:
+        """Set the next renewal after one that a quorum confirmed. sent_at: monotonic seconds."""
+        self._risk_reported = False
+        self._schedule(sent_at + self.options.ttl / 3)
 
-    def renewal_failed(self, now: float, soonest: float) -> None:
-        """Set the next renewal after one without a quorum. soonest: seconds, the least pause."""
-        pause = min(self.options.ttl / 3, max(soonest, self.remaining(now) / 4))
+    def renewal_failed(self, now: float, min_pause: float) -> None:
+        """Set the next renewal after one without a quorum. min_pause: seconds, the least pause."""
+        pause = min(self.options.ttl / 3, max(min_pause, self.remaining(now) / 4))
         self._schedule(now + pause)
 
     def reclaim_by(self, moment: float) -> None:
         """Renew by the monotonic second `moment` if a key may be reclaimed on a node by then."""
-        if any(one.to_reclaim(moment) for one in self.leases):
+        if any(lease.to_reclaim(moment) for lease in self.leases):
             self._reclaim_at = moment
             self._schedule(min(moment, self.renew_at))
 
@@ -267,13 +270,19 @@ class Hold:
     owner: the owner that acquires. client: the `Redlock`, kept alive while a thread may still
     acquire. end_wait: ends the wait of the acquire, None while it does not wait. splits: number of
     consecutive tries in which rivals shared the nodes. took: seconds that the last try took.
+    on_dropped: called with an acquisition if this object is garbage collected before its release;
+    in any thread, also within a finalizer.
     """
 
-    __slots__ = ("__weakref__", "acquisitions", "client", "end_wait", "owner", "splits", "took")
+    __slots__ = ("__weakref__", "acquisitions", "client", "end_wait", "on_dropped", "owner",
+                 "splits", "took")  # fmt: skip
 
-    def __init__(self, owner: Owner, client: object) -> None:
+    def __init__(
+        self, owner: Owner, client: object, on_dropped: Callable[[Acquisition], object]
+    ) -> None:
         self.owner = owner
         self.client = client
+        self.on_dropped = on_dropped
         self.acquisitions: list[Acquisition] = []
         self.splits = 0
         self.took = 0.0
@@ -286,12 +295,13 @@ class Hold:
         """
         if not 0 < self.splits < SPLIT_TRIES:
             return None
-        return random.uniform(0, min(LONGEST_SPLIT, self.took * 2**self.splits))  # noqa: S311
+        return random.uniform(0, min(MAX_SPLIT_PAUSE, self.took * 2**self.splits))  # noqa: S311
 
     def add(self, acquisition: Acquisition) -> None:
         if acquisition not in self.acquisitions:
             self.acquisitions.append(acquisition)
-            acquisition.holds.append(ref(self))
+            notify = self.on_dropped
+            acquisition.holds.append(ref(self, lambda _: notify(acquisition)))
 
     def remove(self, acquisition: Acquisition) -> None:
         self.acquisitions.remove(acquisition)
@@ -299,14 +309,20 @@ class Hold:
 
     def leave(self, acquisition: Acquisition) -> None:
         """Count as none of its holds. A second call, as in a signal handler, has no effect."""
-        with suppress(ValueError):
+        try:  # `suppress` would cost three calls at each release
             acquisition.holds.remove(ref(self))
+        except ValueError:
+            return
 
     def expired_outer(self, options: LockOptions, now: float) -> list[Acquisition]:
         """Return acquisitions of the owner that have expired, and do not cover a new one."""
         _, flow, task = self.owner
-        found = (flow.held.get((task, resource)) for resource in options.resources)
-        return [one for one in found if one is not None and one.has_expired(now)]
+        outer_acquisitions = (flow.held.get((task, resource)) for resource in options.resources)
+        return [
+            acquisition
+            for acquisition in outer_acquisitions
+            if acquisition is not None and acquisition.has_expired(now)
+        ]
 
     def add_outer(self, options: LockOptions, now: float) -> dict[str, Acquisition]:
         """Rely on acquisitions that the owner holds already; return them by resource.
@@ -314,7 +330,7 @@ class Hold:
         Raises LockLost if one is lost, and SettingsError if one promises less than `options`.
         """
         _, flow, task = self.owner
-        found = {}
+        outer_acquisitions = {}
         for resource in options.resources:
             outer = flow.held.get((task, resource))
             if outer is None:
@@ -324,5 +340,5 @@ class Hold:
             if outer.abandoned:  # its Lock was garbage collected, and it is being released
                 self.remove(outer)
             else:
-                found[resource] = outer
-        return found
+                outer_acquisitions[resource] = outer
+        return outer_acquisitions

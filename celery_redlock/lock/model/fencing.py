@@ -5,10 +5,11 @@ Reads no clock. `lock/engine/renewer.py` asks the nodes to confirm a token.
 
 from __future__ import annotations
 
-GREATEST_TOKEN = 2**52  # the greatest fencing token that a client proposes
-LAST_TOKEN = 2**53  # Lua's numbers are doubles: adding 1 to this one changes nothing
-AHEAD = 86_400_000_000  # µs: by which a counter may be ahead of a client's clock on one node alone
-APART = 2**20  # by which a counter that is further ahead may exceed those of a quorum
+MAX_PROPOSAL = 2**52  # the greatest fencing token that a client proposes
+MAX_TOKEN = 2**53  # Lua's numbers are doubles: adding 1 to this one changes nothing
+# µs: by which a counter may be ahead of a client's clock on one node alone
+MAX_CLOCK_LEAD = 86_400_000_000
+MAX_QUORUM_LEAD = 2**20  # by which a counter that is further ahead may exceed those of a quorum
 
 
 def proposal(wall_us: int) -> int:
@@ -16,7 +17,7 @@ def proposal(wall_us: int) -> int:
 
     So tokens grow even after nodes have lost their counters, if the wall clocks are right.
     """
-    return min(wall_us, GREATEST_TOKEN)
+    return min(wall_us, MAX_PROPOSAL)
 
 
 class Fence:
@@ -45,19 +46,19 @@ class Fence:
         self._counters.pop(node, None)
 
     @property
-    def bound(self) -> int:
+    def max_counter(self) -> int:
         counters = sorted(self._counters.copy().values(), reverse=True)
-        agreed = counters[self._quorum - 1] if len(counters) >= self._quorum else 0
-        return max(self.proposed + AHEAD, agreed + APART)
+        quorum_counter = counters[self._quorum - 1] if len(counters) >= self._quorum else 0
+        return max(self.proposed + MAX_CLOCK_LEAD, quorum_counter + MAX_QUORUM_LEAD)
 
     @property
     def implausible(self) -> list[int]:
-        bound = self.bound
-        return [node for node, counter in self._counters.copy().items() if counter > bound]
+        max_counter = self.max_counter
+        return [node for node, counter in self._counters.copy().items() if counter > max_counter]
 
     def _plausible(self) -> list[int]:
-        bound = self.bound
-        return [counter for counter in self._counters.copy().values() if counter <= bound]
+        max_counter = self.max_counter
+        return [counter for counter in self._counters.copy().values() if counter <= max_counter]
 
     @property
     def has_quorum(self) -> bool:
@@ -74,5 +75,5 @@ class Fence:
     @property
     def usable(self) -> bool:
         """Whether a quorum of nodes has reached the token."""
-        reached = sum(counter >= self.token for counter in self._plausible())
-        return self.token > 0 and reached >= self._quorum
+        reached_nodes = sum(counter >= self.token for counter in self._plausible())
+        return self.token > 0 and reached_nodes >= self._quorum

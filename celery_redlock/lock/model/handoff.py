@@ -15,9 +15,9 @@ from typing import NamedTuple
 from celery_redlock.lock.model.keys import waiting_key
 
 TURN = 0.1  # seconds between the turns of two processes that one release names
-LONGEST_UNCLEAR = 30.0  # seconds between two tries for a rate whose nodes do not agree
-MOST_TURNS = 10  # that one waits at a time for those before it, which may be stopped
-RELEASES = 4096  # remembered: a node may announce hundreds of releases before the next one's do
+MAX_UNCLEAR_PAUSE = 30.0  # seconds between two tries for a rate whose nodes do not agree
+MAX_TURNS = 10  # that one waits at a time for those before it, which may be stopped
+MAX_RELEASES = 4096  # remembered: a node may announce hundreds of releases before the next one's do
 # why one that waits may act; see LockHandedOffEvent. LOOK: it begins to wait, or to listen
 ACTED = "acted"
 LADDER = "ladder"
@@ -25,7 +25,9 @@ FALLBACK = "fallback"
 LOOK = ""
 
 # bounded: anybody who may publish on a node can write such a message
-_NAMED = re.compile(r"(?P<rank>[0-9]{1,2}) (?P<release>[^ ]{0,100}) (?P<waiting>.*)", re.DOTALL)
+_NAMING_MESSAGE = re.compile(
+    r"(?P<rank>[0-9]{1,2}) (?P<release>[^ ]{0,100}) (?P<waiting>.*)", re.DOTALL
+)
 
 
 @dataclass(frozen=True)
@@ -39,11 +41,11 @@ class Named:
     @classmethod
     def parse(cls, message: str, prefix: str) -> Named | None:
         """Return a message of lua/announce.lua; None for any other text."""
-        found = _NAMED.fullmatch(message)
-        beginning = waiting_key(prefix, "")
-        if found is None or not found["waiting"].startswith(beginning):
+        match = _NAMING_MESSAGE.fullmatch(message)
+        key_prefix = waiting_key(prefix, "")
+        if match is None or not match["waiting"].startswith(key_prefix):
             return None
-        return cls(int(found["rank"]), found["release"], found["waiting"][len(beginning) :])
+        return cls(int(match["rank"]), match["release"], match["waiting"][len(key_prefix) :])
 
 
 class Namings:
@@ -58,25 +60,25 @@ class Namings:
         # by release, least recent first: the ranks that nodes told, by node; None: it is decided
         self._ranks: dict[str, dict[int, int] | None] = {}
 
-    def turns(self, named: Named, node: int) -> int | None:
+    def turns(self, naming: Named, node: int) -> int | None:
         """Count one node's message; return the turns to wait from now on, None if nothing changed.
 
         If the nodes differ, it waits one turn more than the lowest rank says: another process may
         be named first elsewhere. A process that one node alone names first waits one turn, in case
         that no process is named first by a majority.
         """
-        by_node = self._ranks.pop(named.release, {})
-        self._ranks[named.release] = by_node  # as the most recent one
-        if len(self._ranks) > RELEASES:
+        by_node = self._ranks.pop(naming.release, {})
+        self._ranks[naming.release] = by_node  # as the most recent one
+        if len(self._ranks) > MAX_RELEASES:
             del self._ranks[next(iter(self._ranks))]
         if by_node is None or node in by_node:
             return None
-        by_node[node] = named.rank
+        by_node[node] = naming.rank
         ranks = list(by_node.values())
         if len(ranks) >= self._majority:
-            self._ranks[named.release] = None
+            self._ranks[naming.release] = None
             return ranks[0] if len(set(ranks)) == 1 else min(ranks) + 1
-        return 1 if named.rank == 0 and ranks.count(0) == 1 else None
+        return 1 if naming.rank == 0 and ranks.count(0) == 1 else None
 
 
 class Place(NamedTuple):
@@ -95,9 +97,9 @@ def place_of_quorum(places: Collection[Place], quorum: int) -> Place | None:
     """
     if len(places) < quorum:
         return None
-    ranks = {one.rank for one in places if one.rank >= 0} or {0}
-    free = sorted((one.free for one in places), reverse=True)[quorum - 1]
-    free_in = sorted(one.free_in for one in places)[quorum - 1]
+    ranks = {place.rank for place in places if place.rank >= 0} or {0}
+    free = sorted((place.free for place in places), reverse=True)[quorum - 1]
+    free_in = sorted(place.free_in for place in places)[quorum - 1]
     return Place(min(ranks) + (len(ranks) > 1), free, free_in)
 
 
@@ -106,13 +108,13 @@ def free_in(ms: int) -> float:
     return math.inf if ms < 0 else ms / 1000
 
 
-def unclear_pause(before: float) -> float:
+def unclear_pause(previous_pause: float) -> float:
     """Return the seconds until the next try for a rate of which no quorum shares a permit.
 
-    Each node by itself says that one is free, so clients would try all the time. before: the last
-    such pause, 0.0 for the first one.
+    Each node by itself reports a free permit, so clients would try without a pause. previous_pause:
+    seconds of the pause before; 0.0 before the first one.
     """
-    return min(2 * before or TURN, LONGEST_UNCLEAR)
+    return min(2 * previous_pause or TURN, MAX_UNCLEAR_PAUSE)
 
 
 class Step(NamedTuple):
@@ -145,8 +147,8 @@ def next_move(place: Place, step: Step) -> AskAgain | WaitFree | None:
     """
     if place.free <= 0:
         return WaitFree(place.free_in)
-    before = place.rank - step.passed - place.free + 1
-    if before <= 0:
+    waiters_ahead = place.rank - step.passed - place.free + 1
+    if waiters_ahead <= 0:
         return None
-    turns = min(before, MOST_TURNS)
+    turns = min(waiters_ahead, MAX_TURNS)
     return AskAgain(turns * TURN, step._replace(passed=step.passed + turns))

@@ -10,20 +10,22 @@ from contextlib import suppress
 from celery_redlock.lock.transport.command import encoded
 
 # A permit's key ends with "#<number>". A resource name with such an end gets one more "#".
-_LOOKS_LIKE_A_PERMIT = re.compile(r"#[0-9]+#*\Z")  # not "$": it also matches before a final newline
-MARK = "!"  # begins the value of an operator's hold: lua/permit.lua grants nobody else a permit
-MOST_DIGITS = 15  # of milliseconds since 1970: a time with more is another program's
-_VALUE = re.compile(
-    rf"[^:]*:([0-9]{{1,{MOST_DIGITS}}})(?:\+([0-9]{{1,{MOST_DIGITS}}}))?(?:/([0-9]{{1,9}}))?:(.*)",
+_PERMIT_SUFFIX = re.compile(r"#[0-9]+#*\Z")  # not "$": it also matches before a final newline
+# begins the value of an operator's hold: lua/permit.lua grants nobody else a permit
+HOLD_MARK = "!"
+MAX_DIGITS = 15  # of milliseconds since 1970: a time with more is another program's
+_LOCK_VALUE = re.compile(
+    rf"[^:]*:([0-9]{{1,{MAX_DIGITS}}})(?:\+([0-9]{{1,{MAX_DIGITS}}}))?(?:/([0-9]{{1,9}}))?:(.*)",
     re.DOTALL,
 )
 # The name of those that wait for a start. A resource name with such a beginning gets one more "/".
-_OF_RATE = "rate/"
-_LOOKS_LIKE_A_RATE = re.compile(r"/*rate/")
+_RATE_PREFIX = "rate/"
+_RATE_LIKE_PREFIX = re.compile(r"/*rate/")
 # the state of a send, as the value of its unique key names it
 SENDING = "sending"
 SENT = "sent"
-_IS_A_PERMIT = re.compile(r"(.*)#([1-9][0-9]{0,8})", re.DOTALL)
+RUN_PREFIX = "run:"  # of the resource of a message that may be delivered again
+_PERMIT_NAME = re.compile(r"(.*)#([1-9][0-9]{0,8})", re.DOTALL)
 
 
 def lock_key(prefix: str, resource: str, permit: int = 0) -> str:
@@ -32,7 +34,7 @@ def lock_key(prefix: str, resource: str, permit: int = 0) -> str:
     permit: number of a semaphore's permit. Permit 0 has the plain lock's key, so that holders with
     different limits still count each other.
     """
-    looks_like_a_permit = "#" in resource and _LOOKS_LIKE_A_PERMIT.search(resource)
+    looks_like_a_permit = "#" in resource and _PERMIT_SUFFIX.search(resource)
     name = f"{resource}#" if looks_like_a_permit else resource
     return f"{{{prefix}}}:lock:{name}#{permit}" if permit else f"{{{prefix}}}:lock:{name}"
 
@@ -42,7 +44,12 @@ def broken_key(key: str, value: str) -> str:
 
     Each lock value has a key of its own, so a second break does not overwrite the first record.
     """
-    return f"{key.replace('}:lock:', '}:broken:', 1)}:{value.partition(':')[0]}"
+    return f"{broken_beginning(key)}:{value.partition(':')[0]}"
+
+
+def broken_beginning(key: str) -> str:
+    """Return how the records of broken locks begin, of a lock's key or of the beginning of one."""
+    return key.replace("}:lock:", "}:broken:", 1)
 
 
 def rate_keys(prefix: str, resource: str) -> tuple[str, str]:
@@ -52,20 +59,25 @@ def rate_keys(prefix: str, resource: str) -> tuple[str, str]:
 
 def name_of_rate(resource: str) -> str:
     """Return the name under which clients wait for a resource's next start."""
-    return f"{_OF_RATE}{resource}"
+    return f"{_RATE_PREFIX}{resource}"
 
 
 def name_of_lock(resource: str) -> str:
     """Return the name under which clients wait for a resource's lock: its own in most cases."""
-    looks_like_a_rate = "rate/" in resource and _LOOKS_LIKE_A_RATE.match(resource)
+    looks_like_a_rate = "rate/" in resource and _RATE_LIKE_PREFIX.match(resource)
     return f"/{resource}" if looks_like_a_rate else resource
 
 
 def waiting_for(name: str) -> tuple[str, bool]:
     """Return the resource that clients wait for under a name, and whether for its next start."""
-    if name.startswith(_OF_RATE):
-        return name.removeprefix(_OF_RATE), True
-    return name[1:] if _LOOKS_LIKE_A_RATE.match(name) else name, False
+    if name.startswith(_RATE_PREFIX):
+        return name.removeprefix(_RATE_PREFIX), True
+    return name[1:] if _RATE_LIKE_PREFIX.match(name) else name, False
+
+
+def name_of_run(run: str) -> str:
+    """Return the resource that a run locks of which another delivery may run, too."""
+    return f"{RUN_PREFIX}{run}"
 
 
 def waiting_key(prefix: str, name: str) -> str:
@@ -100,6 +112,11 @@ def unique_key(prefix: str, name: str) -> str:
     return f"{{{prefix}}}:unique:{name}"
 
 
+def order_key(prefix: str, name: str) -> str:
+    """Return the key of the order of a unique task's sends, and of its newest start."""
+    return f"{{{prefix}}}:order:{name}"
+
+
 def guard_keys(prefix: str) -> tuple[str, str]:
     """Return the key of a node's run id, and the key that exists during its grace_period."""
     return f"{{{prefix}}}:run", f"{{{prefix}}}:quiet"
@@ -121,6 +138,8 @@ def in_order(resources: Iterable[str], permits: Collection[str] | None = None) -
     One order for all clients keeps them from refusing each other. permits: the resources with a
     limit above 1. They are last, so that nobody has a permit who is then refused by a plain lock.
     """
+    if type(resources) is tuple and len(resources) == 1:  # those of most runs
+        return resources
     ordered = sorted(set(resources), key=encoded)
     if permits:
         ordered.sort(key=permits.__contains__)
@@ -130,17 +149,18 @@ def in_order(resources: Iterable[str], permits: Collection[str] | None = None) -
 def name_of_all(resources: Sequence[str]) -> str:
     """Return one name for several resources together. A single resource keeps its own name."""
     # a single name that looks quoted is quoted, too, so that two lists never get the same name
-    alone = len(resources) == 1 and not resources[0].startswith(("'", '"'))
-    return resources[0] if alone else ", ".join(map(repr, resources))
+    is_single = len(resources) == 1 and not resources[0].startswith(("'", '"'))
+    return resources[0] if is_single else ", ".join(map(repr, resources))
 
 
 def resources_of(name: str) -> tuple[str, ...]:
     """Return the resources of one name: the inverse of `name_of_all`."""
     if name.startswith(("'", '"')):
         with suppress(ValueError, TypeError, SyntaxError, RecursionError, MemoryError):  # others'
-            found = tuple(ast.literal_eval(f"[{name}]"))
-            if all(isinstance(one, str) for one in found) and name_of_all(found) == name:
-                return found
+            resources = tuple(ast.literal_eval(f"[{name}]"))
+            is_text = all(isinstance(resource, str) for resource in resources)
+            if is_text and name_of_all(resources) == name:
+                return resources
     return (name,)
 
 
@@ -148,11 +168,11 @@ def resource_of(prefix: str, key: str) -> tuple[str, int]:
     """Return the resource and the permit of a lock's key: the inverse of `lock_key`."""
     name = key.removeprefix(f"{{{prefix}}}:lock:")
     permit = 0
-    found = _IS_A_PERMIT.fullmatch(name)
-    if found is not None:
-        name = found[1]
-        permit = int(found[2])
-    if name.endswith("#") and _LOOKS_LIKE_A_PERMIT.search(name):
+    match = _PERMIT_NAME.fullmatch(name)
+    if match is not None:
+        name = match[1]
+        permit = int(match[2])
+    if name.endswith("#") and _PERMIT_SUFFIX.search(name):
         name = name[:-1]
     return name, permit
 
@@ -172,8 +192,8 @@ def parts_of_claim(value: str) -> tuple[str, bool, str]:
 
     A value that another program wrote is a send that was never confirmed.
     """
-    token, _, rest = value.partition(":")
-    state, _, run_id = rest.partition(":")
+    token, _, state_and_run = value.partition(":")
+    state, _, run_id = state_and_run.partition(":")
     return token, state == SENT and bool(run_id), run_id
 
 
@@ -187,8 +207,8 @@ def parts_of(value: str) -> tuple[str, float | None, float | None, int]:
 
     Seconds since 1970, and seconds. If another program wrote it: the value itself, None, None, 1.
     """
-    found = _VALUE.fullmatch(value)
-    if found is None:
+    match = _LOCK_VALUE.fullmatch(value)
+    if match is None:
         return value, None, None, 1
-    since, ttl, limit, label = found.groups()
+    since, ttl, limit, label = match.groups()
     return label, int(since) / 1000, None if ttl is None else int(ttl) / 1000, int(limit or 1)

@@ -10,8 +10,8 @@ from __future__ import annotations
 import enum
 import functools
 import math
-from collections.abc import Collection, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple
 
 from celery_redlock.lock.model.fencing import Fence
 from celery_redlock.lock.model.keys import lock_key, name_of_lock, waiting_key
@@ -20,7 +20,7 @@ from celery_redlock.lock.transport.command import encode_bulk, encode_text
 MARGIN = 0.002  # seconds by which a lease is shortened for the clocks' granularity, and at its end
 NOT_RENEWED = "no quorum of nodes renewed it in time"
 UNKNOWN = -math.inf  # the deadline of a node that is not known to keep our key
-_ONE = encode_bulk(b"1")
+_PACKED_ONE = encode_bulk(b"1")
 
 
 class State(enum.Enum):
@@ -71,7 +71,7 @@ class LockKey:
         self._base = lock_key(prefix, resource)
         self.name = self._base
         self.base = self.packed_name = encode_text(self.name)
-        self.packed_limit = _ONE if limit == 1 else encode_bulk(b"%d" % limit)
+        self.packed_limit = _PACKED_ONE if limit == 1 else encode_bulk(b"%d" % limit)
         self.waiting = encode_text(waiting_key(prefix, name_of_lock(resource)))
         self.ttl_ms = _encode_ttl(ttl)
 
@@ -108,10 +108,10 @@ class Lease:
     nodes where an older request may still run later.
     """
 
-    __slots__ = ("_guarded", "_runs", "_span", "asked_again", "ends", "fence", "granted", "key",
+    __slots__ = ("_guarded", "asked_again", "ends", "fence", "granted", "key",
                  "margin", "never_asked", "packed_release", "packed_renewal", "packed_value",
-                 "probation", "quorum", "reason", "reclaims", "sent", "state", "ttl", "valid_until",
-                 "value")  # fmt: skip
+                 "probation", "quorum", "reason", "reclaims", "runs", "sent", "span", "state",
+                 "ttl", "valid_until", "value")  # fmt: skip
 
     def __init__(
         self,
@@ -134,10 +134,10 @@ class Lease:
         # seconds until the node may drop the key. Counted from before the first byte of its request
         # left, so the node's ttl cannot have begun earlier.
         # Source: redis.io "Distributed Locks with Redis", made exact for each node, not for a round
-        self._span = key.ttl * (1.0 - drift) - MARGIN
+        self.span = key.ttl * (1.0 - drift) - MARGIN
         self.sent = 0.0  # also of a repetition: an old fencing proposal must not get a newer lease
         self.ends = [UNKNOWN] * nodes
-        self._runs = [""] * nodes  # the run id of the server behind each deadline
+        self.runs = [""] * nodes  # the run id of the server behind each deadline
         self.granted: set[int] = set()
         self.never_asked: set[int] = set()
         self.asked_again: set[int] = set()
@@ -150,12 +150,12 @@ class Lease:
         self.packed_value = encode_text(value)
         self.packed_release = self.packed_renewal = b""  # encoded once, at the first use
 
-    def confirm(self, node: int, sent: float, run_id: str = "") -> None:
-        """Count a node that granted a request sent at `sent`. run_id: of its server."""
+    def confirm(self, node: int, sent_at: float, run_id: str = "") -> None:
+        """Count a node that granted a request sent at `sent_at`. run_id: of its server."""
         if self.state is ACQUIRING or self.state is HELD:
             ends = self.ends
-            end = sent + self._span
-            self._runs[node] = run_id
+            end = sent_at + self.span
+            self.runs[node] = run_id
             if end >= ends[node]:  # also equal: an exception may have cut the first call
                 ends[node] = end
                 if self.probation:
@@ -163,7 +163,7 @@ class Lease:
                 else:
                     self.valid_until = validity(ends, self.quorum)
 
-    def renewed(self, node: int, sent: float, now: float, run_id: str = "") -> bool:
+    def renewed(self, node: int, sent_at: float, now: float, run_id: str = "") -> bool:
         """Extend the deadline of one node. If it had already passed, the node goes on probation.
 
         A reclaim sets the key even during the node's grace period, so another client may still rely
@@ -173,32 +173,70 @@ class Lease:
         if self.state is not HELD or (now >= self.valid_until - self.margin and self.expire(now)):
             return False
         ends = self.ends
-        end = sent + self._span
-        self._runs[node] = run_id
+        end = sent_at + self.span
+        self.runs[node] = run_id
         if self.reclaims:
             self.reclaims.pop(node, None)
-        before = ends[node]
-        if before <= now:
+        previous_end = ends[node]
+        if previous_end <= now:
             self.probation[node] = Probation(now, set())
-        if end > before:
+        if end > previous_end:
             ends[node] = end
         if not self.probation:
             if end > self.valid_until:  # otherwise the quorum-th largest end stays the same
                 self.valid_until = validity(ends, self.quorum)
             return True
-        self._confirm_others(node, sent)
+        self._confirm_others(node, sent_at)
         self._recount()
         return node not in self.probation
 
-    def _confirm_others(self, node: int, sent: float) -> None:
+    @staticmethod
+    def renew_each(
+        leases: Sequence[Lease],
+        items: Sequence[Any],
+        node: int,
+        sent_at: float,
+        now: Callable[[], float],
+        run_id: str,
+    ) -> list[int]:
+        """Extend the deadline of one node in each lease that the node renewed in the plain case.
+
+        items: of the node's reply, 1 for a renewed key. The plain case is that of `renewed` without
+        a probation, a reclaim or a deadline that has passed; inline, because a process renews
+        thousands of leases a second. Return the indexes of the others, for which nothing was done.
+        """
+        others = []
+        for index, lease in enumerate(leases):
+            # the clock is read each time: a thread that was stopped here must not revive a lease
+            moment = now()
+            ends = lease.ends
+            if (
+                items[index] != 1
+                or lease.state is not HELD
+                or moment >= lease.valid_until - lease.margin
+                or lease.probation
+                or lease.reclaims
+                or ends[node] <= moment
+            ):
+                others.append(index)
+                continue
+            end = sent_at + lease.span
+            lease.runs[node] = run_id
+            if end > ends[node]:
+                ends[node] = end
+            if end > lease.valid_until:  # also if the line above was done by a call that was cut
+                lease.valid_until = sorted(ends)[-lease.quorum]
+        return others
+
+    def _confirm_others(self, node: int, sent_at: float) -> None:
         """Let the reply of a counted node confirm the nodes on probation."""
         if node in self.probation:
             return
-        for other, probation in list(self.probation.items()):
-            if sent > probation.since:
+        for other_node, probation in list(self.probation.items()):
+            if sent_at > probation.since:
                 probation.confirmed.add(node)
                 if len(probation.confirmed) >= self.quorum:
-                    del self.probation[other]
+                    del self.probation[other_node]
 
     def missing(self, node: int, now: float, run_id: str = "") -> None:
         """Record that a node replied that it has no such key."""
@@ -218,8 +256,8 @@ class Lease:
 
         run_id: of the server that replied. A server that restarted since the promise abstains.
         """
-        before = self._runs[node]
-        return bool(self._guarded and before and run_id and run_id != before)
+        granting_run = self.runs[node]
+        return bool(self._guarded and granting_run and run_id and run_id != granting_run)
 
     def denied(self, node: int, now: float) -> None:
         if self.expire(now) or self.state is not HELD:
@@ -233,7 +271,8 @@ class Lease:
 
         replaced_at: monotonic seconds of the detection, by node.
         """
-        return [node for node, moment in replaced_at.copy().items() if moment >= self.sent]
+        replacements = replaced_at.copy().items()
+        return [node for node, detected_at in replacements if detected_at >= self.sent]
 
     def withdraw(self, node: int) -> None:
         """Stop counting a node whose server was replaced by another server for a while."""
@@ -253,7 +292,7 @@ class Lease:
     def _recount(self) -> None:
         ends = self.ends
         if self.probation:
-            ends = [UNKNOWN if n in self.probation else end for n, end in enumerate(ends)]
+            ends = [UNKNOWN if node in self.probation else end for node, end in enumerate(ends)]
         self.valid_until = validity(ends, self.quorum)
 
     def to_reclaim(self, now: float) -> Collection[int]:

@@ -15,14 +15,14 @@ from celery_redlock.lock.model.lease import HELD, Lease, LockKey
 from celery_redlock.lock.transport.command import encode_bulk, encode_text
 
 UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}  # seconds; Celery's, and a day
-MOST_STARTS = 1000  # a try looks at all of them
-SHORTEST_PERIOD = 1.0  # seconds
-LONGEST_PERIOD = 86_400.0  # seconds
-_TEXT = re.compile(r"([0-9]{1,9})/(?:([smhd])|([0-9]{1,6}(?:\.[0-9]{1,6})?) ?s)")
+MAX_STARTS = 1000  # a try looks at all of them
+MIN_PERIOD = 1.0  # seconds
+MAX_PERIOD = 86_400.0  # seconds
+_RATE_TEXT = re.compile(r"([0-9]{1,9})/(?:([smhd])|([0-9]{1,6}(?:\.[0-9]{1,6})?) ?s)")
 # of the period: by which a body may begin later than the first of its nodes has counted its start
-_SLACK = 0.02
-LEAST_SLACK = 0.01
-MOST_SLACK = 1.0
+_SLACK_FRACTION = 0.02
+MIN_SLACK = 0.01
+MAX_SLACK = 1.0
 _ROUNDING = 0.004  # seconds: a node counts whole milliseconds, at both ends
 
 
@@ -35,10 +35,10 @@ class Rate(NamedTuple):
     @classmethod
     def parse(cls, text: str) -> Rate | None:
         """Return the rate of a text as "100/h" or "10/2.5 s"; None if it is none."""
-        found = _TEXT.fullmatch(text)
-        if found is None:
+        match = _RATE_TEXT.fullmatch(text)
+        if match is None:
             return None
-        starts, unit, seconds = found.groups()
+        starts, unit, seconds = match.groups()
         return cls(int(starts), UNITS[unit] if unit else float(seconds))
 
     def __str__(self) -> str:
@@ -49,12 +49,12 @@ class Rate(NamedTuple):
     @property
     def is_allowed(self) -> bool:
         """Whether it is within the bounds of an option; a message may carry any."""
-        return 0 < self.starts <= MOST_STARTS and SHORTEST_PERIOD <= self.period <= LONGEST_PERIOD
+        return 0 < self.starts <= MAX_STARTS and MIN_PERIOD <= self.period <= MAX_PERIOD
 
     @property
     def slack(self) -> float:
         """Seconds by which a body may begin after its start was counted."""
-        return min(max(self.period * _SLACK, LEAST_SLACK), MOST_SLACK)
+        return min(max(self.period * _SLACK_FRACTION, MIN_SLACK), MAX_SLACK)
 
     def kept_ms(self, drift: float) -> int:
         """Return the milliseconds for which a node counts a start, by its own clock.
@@ -70,10 +70,10 @@ def awaited(resource: str, limit: int, rate: str) -> tuple[str, int | Rate]:
 
     rate: as text, which a message may bring; "" if the lock was refused.
     """
-    found = Rate.parse(rate) if rate else None
-    if found is None or not found.is_allowed:
+    parsed_rate = Rate.parse(rate) if rate else None
+    if parsed_rate is None or not parsed_rate.is_allowed:
         return name_of_lock(resource), limit
-    return name_of_rate(resource), found
+    return name_of_rate(resource), parsed_rate
 
 
 class RateKey(LockKey):

@@ -24,14 +24,16 @@ def quorum_of(nodes: int) -> int:
     return nodes // 2 + 1
 
 
-def is_split(holders: Sequence[str], unheard: int, quorum: int) -> bool:
+def is_split(holders: Sequence[str], votes_due: int, quorum: int) -> bool:
     """Return whether rival clients seem to share the nodes, so that none of them has a quorum.
 
-    holders: the value on each node that refused. unheard: number of nodes whose vote is still due.
-    The result is a guess, used to retry soon: a rival may have a quorum with the unheard nodes.
+    holders: the lock value on each node that refused. votes_due: number of nodes that have not
+    voted. The result is a guess, used to retry soon: a rival may have a quorum with these nodes.
     """
-    most = max(map(holders.count, holders), default=0)
-    return 0 < most < quorum and (len(set(holders)) > 1 or most + unheard < quorum)
+    largest_share = max(map(holders.count, holders), default=0)
+    return 0 < largest_share < quorum and (
+        len(set(holders)) > 1 or largest_share + votes_due < quorum
+    )
 
 
 class Tally:
@@ -82,9 +84,9 @@ class Tally:
         time_is_up: whether the node timeout has passed. Before that, a node whose vote is due
         still counts as able to vote.
         """
-        voted = self.granted + self.refused
-        able = voted if time_is_up else voted + self.unheard
-        return self.refused > 0 and able >= self.quorum
+        voters = self.granted + self.refused
+        able_voters = voters if time_is_up else voters + self.unheard
+        return self.refused > 0 and able_voters >= self.quorum
 
 
 class HeldByOther(NamedTuple):

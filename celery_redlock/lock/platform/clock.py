@@ -56,14 +56,14 @@ class SystemClock:
     now: Callable[[], float]
 
     def __init__(self) -> None:
-        going_on = "CLOCK_MONOTONIC" if sys.platform == "darwin" else "CLOCK_BOOTTIME"
-        which = getattr(time, going_on, None)
-        if which is None:
+        clock_name = "CLOCK_MONOTONIC" if sys.platform == "darwin" else "CLOCK_BOOTTIME"
+        clock_id = getattr(time, clock_name, None)
+        if clock_id is None:
             self.now = time.monotonic
             self.resolution = time.get_clock_info("monotonic").resolution
         else:
-            self.now = functools.partial(time.clock_gettime, which)
-            self.resolution = time.clock_getres(which)
+            self.now = functools.partial(time.clock_gettime, clock_id)
+            self.resolution = time.clock_getres(clock_id)
 
     def wall_us(self) -> int:
         return time.time_ns() // 1000
@@ -114,7 +114,7 @@ installed: dict[str, Platform] = {}
 def platform_for(addresses: Iterable[Any]) -> Platform:
     """Return the platform of the first address that has one, else the machine's."""
     for address in addresses:
-        found: Platform | None = address.platform or installed.get(address.server)
-        if found is not None:
-            return found
+        platform: Platform | None = address.platform or installed.get(address.server)
+        if platform is not None:
+            return platform
     return Platform(SystemClock())

@@ -20,10 +20,11 @@ from celery_redlock.lock.platform.clock import Platform
 from celery_redlock.lock.platform.threads import original
 
 # of one `Redlock`
-FEW_THREADS = 2
-MOST_THREADS = 32
-SLOW = 0.005  # seconds: if fewer than one call ends in this time, threads mostly wait for nodes
-LINGER = 10.0  # seconds that an idle thread is kept
+MIN_THREADS = 2
+MAX_THREADS = 32
+# seconds: if fewer than one call ends in this time, threads mostly wait for nodes
+SLOW_STEP = 0.005
+THREAD_IDLE_LIMIT = 10.0  # seconds that an idle thread is kept
 T = TypeVar("T")
 
 
@@ -50,12 +51,12 @@ class ThreadPool:
         self._steps.put(step)
         with self._mutex:
             self.unfinished += 1
-        self._grow(FEW_THREADS)
+        self._grow(MIN_THREADS)
 
-    def _grow(self, most: int) -> None:
-        """Start one more thread, up to `most`, if there is a step for it."""
+    def _grow(self, max_threads: int) -> None:
+        """Start one more thread, up to `max_threads`, if there is a step for it."""
         with self._mutex:
-            if self.count >= min(most, self.unfinished):
+            if self.count >= min(max_threads, self.unfinished):
                 return
             self.count += 1
             try:
@@ -77,13 +78,13 @@ class ThreadPool:
         except BaseException:  # the end of a step failed: Python reports it, and the thread ends
             with self._mutex:
                 self.count -= 1
-            self._grow(FEW_THREADS)  # otherwise the queued steps wait for ever
+            self._grow(MIN_THREADS)  # otherwise the queued steps wait for ever
             raise
 
     def _run_steps(self) -> None:
         while True:
             try:
-                step = self._steps.get(True, 0.001 if self._closed else LINGER)
+                step = self._steps.get(True, 0.001 if self._closed else THREAD_IDLE_LIMIT)
             except queue.Empty:
                 with self._mutex:
                     if self._steps.empty():  # otherwise a step was queued just now
@@ -105,8 +106,8 @@ class ThreadPool:
                 del step  # an idle thread must not keep a Lock alive: an abandoned one is released
                 with self._mutex:
                     self.unfinished -= 1
-            if self._clock.now() - began > SLOW * self.count:
-                self._grow(MOST_THREADS)
+            if self._clock.now() - began > SLOW_STEP * self.count:
+                self._grow(MAX_THREADS)
 
 
 class WorkItem(Generic[T]):
@@ -115,48 +116,49 @@ class WorkItem(Generic[T]):
     tell: called in that thread after the call.
     """
 
-    def __init__(self, do: Callable[[], T], tell: Callable[[], object]) -> None:
-        self._do = do
+    def __init__(self, call: Callable[[], T], notify: Callable[[], object]) -> None:
+        self._call = call
         self._context = contextvars.copy_context()
-        self._tell = tell
-        self._first: dict[None, str] = {}  # whether `run` or `skip` came first
-        self._behind: deque[Callable[[], object]] = deque()
+        self._notify = notify
+        self._winner: dict[None, str] = {}  # whether `run` or `skip` came first
+        self._followups: deque[Callable[[], object]] = deque()
         self._outcome: deque[T] = deque()
         self._errors: deque[BaseException] = deque()
-        self.is_over = False
+        self.is_done = False
 
     def run(self) -> None:
         """Make the call, unless `skip` came first."""
-        first = self._first.setdefault(None, "run")
-        if first != "run":
+        winner = self._winner.setdefault(None, "run")
+        if winner != "run":
             return
         try:
-            self._outcome.append(self._context.run(self._do))
+            self._outcome.append(self._context.run(self._call))
         except BaseException as error:  # raised again in the coroutine
             self._errors.append(error)
-        self.is_over = True
+        self.is_done = True
         try:
-            self._do_behind()
+            self._run_followup()
         finally:  # otherwise the coroutine waits for ever
-            self._tell()
+            self._notify()
 
     def skip(self) -> bool:
         """Prevent the call. Return False if it is running or over."""
-        return self._first.setdefault(None, "skip") == "skip"
+        return self._winner.setdefault(None, "skip") == "skip"
 
-    def then(self, do: Callable[[], object]) -> None:
-        """Run `do` after the call: now, or in the thread if the call is still running."""
-        self._behind.append(do)
-        # the thread sets `is_over` before it reads the queue, so one of the two runs `do`
-        if self.is_over or self.skip():
-            self._do_behind()
+    def then(self, followup: Callable[[], object]) -> None:
+        """Run `followup` after the call: now, or in the thread if the call is still running."""
+        self._followups.append(followup)
+        # the thread sets `is_done` before it reads the queue, so one of the two runs `followup`
+        if self.is_done or self.skip():
+            self._run_followup()
 
-    def _do_behind(self) -> None:
+    def _run_followup(self) -> None:
         try:
-            do = self._behind.popleft()  # atomic: either the thread or the coroutine gets it
+            # atomic: either the thread or the coroutine gets it
+            followup = self._followups.popleft()
         except IndexError:
             return
-        do()
+        followup()
 
     def result(self) -> T:
         """Return the result of the call or raise its error. May be called once."""
@@ -177,24 +179,24 @@ class StepRunner:
         self._step: WorkItem[Any] | None = None
 
     async def do(self, call: Callable[[], T]) -> T:
-        over = asyncio.get_running_loop().create_future()
-        step = WorkItem(call, functools.partial(_settle_soon, over))
+        finished = asyncio.get_running_loop().create_future()
+        step = WorkItem(call, functools.partial(_settle_soon, finished))
         self._step = step
         self._threads.add(step)
         try:
-            await asyncio.shield(over)
+            await asyncio.shield(finished)
         except asyncio.CancelledError:
             if not step.skip():
-                await asyncio.shield(over)
+                await asyncio.shield(finished)
             raise
         return step.result()
 
-    def then(self, do: Callable[[], object]) -> None:
+    def then(self, followup: Callable[[], object]) -> None:
         """As `WorkItem.then`, after the last step."""
         if self._step is None:
-            do()
+            followup()
         else:
-            self._step.then(do)
+            self._step.then(followup)
 
 
 class Wakeable(Protocol):
@@ -207,12 +209,12 @@ class Wakeable(Protocol):
 async def rest(waiter: Wakeable, seconds: float) -> None:
     """Wait until the waiter is woken, for at most the given seconds."""
     loop = asyncio.get_running_loop()
-    over = loop.create_future()
-    timer = loop.call_later(seconds, _settle, over)
-    waiter.wake = functools.partial(_settle_soon, over)
+    finished = loop.create_future()
+    timer = loop.call_later(seconds, _settle, finished)
+    waiter.wake = functools.partial(_settle_soon, finished)
     try:
         if not waiter.decided:  # read after `wake` is set, so no wake-up is lost
-            await over
+            await finished
     finally:
         waiter.wake = None
         timer.cancel()

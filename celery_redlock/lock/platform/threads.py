@@ -15,15 +15,17 @@ import select
 import sys
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from types import CodeType
 from typing import Any, Generic, Protocol, TypeVar
 
+A = TypeVar("A")
+B = TypeVar("B")
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 keeping_gil = ctypes.PyDLL(None, use_errno=True)  # calls of libc that keep the GIL
-LONGEST_SLEEP = 86_400.0  # seconds; platforms limit the time that a thread can wait
+MAX_SLEEP = 86_400.0  # seconds; platforms limit the time that a thread can wait
 
 
 def original(module: str, name: str) -> Any:
@@ -78,13 +80,13 @@ class PerFlow(Generic[T]):
         if getcurrent is not None:  # greenlet is imported completely
             greenlet = _driver(getcurrent()) if in_task else getcurrent()
             if greenlet.parent is not None:
-                own = self._of_greenlets.get(greenlet)
-                return own or self._of_greenlets.setdefault(greenlet, self._make())
+                greenlet_value = self._of_greenlets.get(greenlet)
+                return greenlet_value or self._of_greenlets.setdefault(greenlet, self._make())
         try:
-            found: T = self._of_thread.found
+            value: T = self._of_thread.value
         except AttributeError:
-            found = self._of_thread.found = self._make()
-        return found
+            value = self._of_thread.value = self._make()
+        return value
 
 
 def _driver(greenlet: Any) -> Any:
@@ -185,7 +187,7 @@ class DeadlineTimer:
             return  # an earlier call has not woken the thread yet
 
     def sleep(self, seconds: float) -> bool:
-        return self._signal.acquire(True, min(seconds, LONGEST_SLEEP) if seconds > 0 else 0.0)
+        return self._signal.acquire(True, min(seconds, MAX_SLEEP) if seconds > 0 else 0.0)
 
 
 def new_sleeper() -> Sleeper:
@@ -279,7 +281,7 @@ class HubSleeper:
         try:
             watcher.start(signal.set)
             if not self._woken:
-                signal.wait(max(0.0, min(seconds, LONGEST_SLEEP)))
+                signal.wait(max(0.0, min(seconds, MAX_SLEEP)))
             return self._woken.pop(None, False)
         finally:
             self._watcher = None
@@ -302,9 +304,13 @@ def is_uninterruptible(code: CodeType) -> bool:
     return code in _codes
 
 
-# A thread waits until another thread's turn ends.
-PAUSE = 0.0001  # seconds
-PAUSES = 1000
+# How a thread waits for the end of another thread's turn: pauses in seconds, number of tries.
+TURN_PAUSE = 0.0001  # seconds
+TURN_TRIES = 1000
+
+
+def call_with(work: Callable[..., object], arguments: Sequence[object]) -> None:
+    work(*arguments)
 
 
 class TryLock:
@@ -325,27 +331,34 @@ class TryLock:
 
     def run(self, work: Callable[..., object], *arguments: object) -> bool:
         """Call a function in the turn. If another caller has the turn, return False at once."""
+        return self.run_pair(call_with, work, arguments)
+
+    def run_pair(self, work: Callable[[A, B], object], first: A, second: B) -> bool:
+        """As `run`, with two arguments: a call with `*arguments` takes several times as long."""
         taken = self.taken
-        mine = [self._get_ident()]
+        own_entry = [self._get_ident()]
         try:
-            owner = taken.setdefault(None, mine)  # atomic: only one caller takes the turn
-            if owner is not mine:
+            # atomic: only one caller takes the turn
+            owner_entry = taken.setdefault(None, own_entry)
+            if owner_entry is not own_entry:
                 return False
-            work(*arguments)
-        finally:  # without a call, so that no asynchronous exception is raised here
+            work(first, second)
+            del taken[None]
+        except BaseException:  # without a call, so that no asynchronous exception is raised here
             try:
-                if taken[None] is mine:
+                if taken[None] is own_entry:
                     del taken[None]
-            except KeyError:  # an exception interrupted this before it took the turn
+            except KeyError:  # an exception interrupted this before it took the turn, or at its end
                 pass
+            raise
         return True
 
-    def run_within(self, tries: int, work: Callable[..., object], *arguments: object) -> bool:
-        """As `run`, with short pauses between tries; return False if the lock stays taken."""
+    def run_within(self, tries: int, work: Callable[[A, B], object], first: A, second: B) -> bool:
+        """As `run_pair`, with short pauses between tries; return False if the lock stays taken."""
         for number in range(tries):
             if number:
-                self._pause(PAUSE)
-            if self.run(work, *arguments):
+                self._pause(TURN_PAUSE)
+            if self.run_pair(work, first, second):
                 return True
             if self.is_interrupted:  # its turn ends only after this call
                 return False

@@ -12,7 +12,7 @@ import logging
 import math
 import re
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 from urllib.parse import parse_qsl, urlencode
@@ -30,7 +30,7 @@ from celery_redlock.lock.postgres.pipeline import Pipeline, ready
 from celery_redlock.lock.postgres.pubsub import PostgresPubSub
 from celery_redlock.lock.postgres.schema import (
     APPLICATION,
-    STRINGS,
+    STRINGS_SETTING,
     VERSION,
     create_schema,
     doubts_of,
@@ -42,24 +42,25 @@ from celery_redlock.lock.transport.command import encode_bulk, encoded
 from celery_redlock.lock.transport.connection import CLOCK, Peer
 
 READ_COMMITTED = b"read committed"
-FACTS = 6  # in the reply to HELLO
+HELLO_ITEMS = 6  # in the reply to HELLO
 # Levels of messages that hide the warning that no standby has confirmed a commit.
-HIDING = (b"error", b"fatal", b"panic")
+HIDING_LEVELS = (b"error", b"fatal", b"panic")
 # What a connection has unless its URL says otherwise. A standby cannot vote.
 DEFAULTS = {"application_name": APPLICATION, "target_session_attrs": "read-write"}
-PATIENCE = 10.0  # seconds to connect for a command of an operator
-HEARD_WITHIN = 5.0  # seconds for a message to come
+OPERATOR_TIMEOUT = 10.0  # seconds to connect for a command of an operator
+MESSAGE_TIMEOUT = 5.0  # seconds for a message to come
 _PORT = re.compile(r"\d{0,5}")
-LISTENS = ("listen_host", "listen_port")
-UNHEARD = (
+LISTENER_PARAMETERS = ("listen_host", "listen_port")
+NO_MESSAGES_WARNING = (
     "node %s sends no message (%s), so waiters poll about "
     "once a second: name listen_host and listen_port of the server in its URL"
 )
-POOLED = "a pooler stands between"
-TRIES = 3  # to find a pooler that shares its connections: other clients may use one just then
+POOLER_CAUSE = "a pooler stands between"
+# to find a pooler that shares its connections: other clients may use one just then
+POOLER_PROBES = 3
 
 logger = logging.getLogger(__name__)
-told: set[str] = set()  # the nodes of which a line of the log says that no message comes
+warned_nodes: set[str] = set()  # the nodes of which a line of the log says that no message comes
 
 
 class PostgresDialled:
@@ -74,16 +75,16 @@ class PostgresDialled:
         self.timeout = timeout
         self.send_command("HELLO")
         greeting = self.read_response()
-        facts = greeting if isinstance(greeting, list) else [greeting]
+        fields = greeting if isinstance(greeting, list) else [greeting]
         with contextlib.suppress(TypeError, ValueError):
-            if (version := int(next(iter(facts), ""))) != VERSION:
+            if (version := int(next(iter(fields), ""))) != VERSION:
                 raise redis.ResponseError(other_schema(version))
-        if len(facts) != FACTS:
+        if len(fields) != HELLO_ITEMS:
             raise redis.ResponseError("its function redlock.command has an unexpected answer")
-        _, isolation, pid, _, strings, messages = facts
+        _, isolation, pid, _, strings, messages = fields
         if strings != b"on":  # the functions would mean something else
             raise redis.ResponseError("SETTINGS standard_conforming_strings is off")
-        if messages in HIDING:
+        if messages in HIDING_LEVELS:
             raise redis.ResponseError(f"SETTINGS client_min_messages is {messages.decode()}")
         if isolation != READ_COMMITTED:
             pipeline.isolate_each()
@@ -176,10 +177,12 @@ class PostgresAddress:
             raise
         finally:
             if not cause:
-                told.discard(self.name)
-            elif self.name not in told:
-                told.add(self.name)
-                logger.warning(UNHEARD, self.name, cause, extra={"event": "messages_unheard"})
+                warned_nodes.discard(self.name)
+            elif self.name not in warned_nodes:
+                warned_nodes.add(self.name)
+                logger.warning(
+                    NO_MESSAGES_WARNING, self.name, cause, extra={"event": "messages_unheard"}
+                )
         return PostgresPubSub(dialled.pipeline, hears=not cause)
 
     def _listener(
@@ -197,11 +200,11 @@ class PostgresAddress:
         is_unheard = dialled.is_pooled and not self.listens
         if dialled.is_pooled and self.listens:
             with contextlib.suppress(redis.RedisError):  # for example, no connection is left
-                for _ in range(TRIES):
-                    other = dial()
-                    other.disconnect()
-                    is_unheard |= other.server_pid == dialled.server_pid
-        return dialled, POOLED if is_unheard else ""
+                for _ in range(POOLER_PROBES):
+                    second = dial()
+                    second.disconnect()
+                    is_unheard |= second.server_pid == dialled.server_pid
+        return dialled, POOLER_CAUSE if is_unheard else ""
 
     def cause_of(self, error: BaseException, timeout: float) -> str:
         """Return why the node cannot be connected to. error: of `dial`."""
@@ -209,18 +212,18 @@ class PostgresAddress:
 
     def doubts(self, timeout: float) -> list[tuple[str, str, str]]:
         """Return what `doctor` is to report of the server; empty if it cannot be connected to."""
-        unheard = ""
+        silence_cause = ""
         try:
-            dialled, unheard = self._listener(timeout)
+            dialled, silence_cause = self._listener(timeout)
             try:
-                unheard = unheard or self._no_message(dialled, timeout)
+                silence_cause = silence_cause or self._no_message(dialled, timeout)
             finally:
                 dialled.disconnect()
         except redis.RedisError as error:
-            unheard = str(error) if self.listens else ""
+            silence_cause = str(error) if self.listens else ""
         try:
             with self.client(timeout) as client:
-                return doubts_of(client, unheard)
+                return doubts_of(client, silence_cause)
         except psycopg.Error:  # `status` says why
             return []
 
@@ -231,26 +234,26 @@ class PostgresAddress:
         """
         hearer = PostgresPubSub(listener.pipeline)
         channel = f"doctor:{uuid4()}"
-        until = CLOCK.now() + HEARD_WITHIN
+        until = CLOCK.now() + MESSAGE_TIMEOUT
         with contextlib.suppress(OSError):
             hearer.send("SUBSCRIBE", channel)
             while ready(hearer.fileno(), writes=False, until=until):
-                heard, replies = hearer.receive()
+                has_spoken, replies = hearer.receive()
                 if replies:  # from now on a message would come
                     with contextlib.closing(self.dial(timeout)) as sender:
                         sender.send_command("ECHO", channel)
                         sender.read_response()
-                elif heard:
+                elif has_spoken:
                     return ""
-        return f"no message of another connection came within {HEARD_WITHIN:g} s"
+        return f"no message of another connection came within {MESSAGE_TIMEOUT:g} s"
 
     def setup_sql(self, prefix: str) -> str:
-        begin = f"BEGIN ISOLATION LEVEL READ COMMITTED;\n{STRINGS};"
+        begin = f"BEGIN ISOLATION LEVEL READ COMMITTED;\n{STRINGS_SETTING};"
         return f"{begin}\n{schema_sql(prefix, self._applications)}COMMIT;"
 
     def create_schema(self, prefix: str) -> str:
         try:
-            with self.client(PATIENCE) as client:
+            with self.client(OPERATOR_TIMEOUT) as client:
                 return create_schema(client, prefix, self._applications)
         except psycopg.Error as error:
             text = error.diag.message_primary or str(error)
@@ -269,47 +272,77 @@ class PostgresAddress:
 
 
 def address_of(url: str) -> PostgresAddress:
-    """Return the address that a URL names. Raises ValueError for none of libpq's.
+    """Return the address that a URL names.
 
-    Raises LookupError, with a hint, for a wrong parameter of its query.
-    Two parameters of its query are our own: listen_host and listen_port, for messages.
+    Two parameters of the query are our own, for messages: listen_host and listen_port. Raises
+    ValueError for what is no URL of libpq, and LookupError, with a hint, for a wrong parameter.
     """
-    place, mark, query = url.partition("?")
-    given = parse_qsl(query, keep_blank_values=True)
-    known = {one.keyword.decode(): one for one in pq.Conninfo.get_defaults()}
-    if "@" not in query:  # else it may be the rest of a password
-        for name, _ in given:
-            if name not in (names := [*known, "ssl", *LISTENS]):
-                raise LookupError(unknown_option(name, names, "libpq"))
-    for name, one in given:
-        is_right = name == "listen_host" or all(map(_PORT.fullmatch, one.split(",")))
-        if name in LISTENS and not (one and is_right):
+    location, mark, query = url.partition("?")
+    parameters = parse_qsl(query, keep_blank_values=True)
+    defaults = {
+        option.keyword.decode(): (option.val or b"").decode()
+        for option in pq.Conninfo.get_defaults()
+    }
+    if "@" not in query:  # otherwise it may be the end of a password
+        _refuse_unknown(parameters, [*defaults, "ssl", *LISTENER_PARAMETERS])
+    listens = _listener_options(parameters)
+    if listens:
+        libpq_query = urlencode([pair for pair in parameters if pair[0] not in LISTENER_PARAMETERS])
+        options = _libpq_options(f"{location}{mark}{libpq_query}")
+    else:
+        options = _libpq_options(url)
+    settings = defaults | {keyword: str(value) for keyword, value in options.items() if value}
+    servers = _servers(settings)
+    database = settings.get("dbname") or settings.get("user") or "postgres"
+    name = f"{','.join(servers)}/{database}"
+    server = f"postgresql://{','.join(sorted(servers))}/{database}"
+    return PostgresAddress(name, server, options, listens)
+
+
+def _refuse_unknown(parameters: Iterable[tuple[str, str]], names: Sequence[str]) -> None:
+    """Raise LookupError for a parameter of a query that has none of these names."""
+    for name, _ in parameters:
+        if name not in names:
+            raise LookupError(unknown_option(name, names, "libpq"))
+
+
+def _listener_options(parameters: Iterable[tuple[str, str]]) -> dict[str, Any]:
+    """Return host and port of the connection for messages, as options of libpq.
+
+    Raises LookupError for a value that is empty, or is no port.
+    """
+    options = {}
+    for name, value in parameters:
+        if name not in LISTENER_PARAMETERS:
+            continue
+        is_right = name == "listen_host" or all(map(_PORT.fullmatch, value.split(",")))
+        if not value or not is_right:
             raise LookupError(f"its query names {name!r} without a right value")
-    listens = {name.removeprefix("listen_"): one for name, one in given if name in LISTENS}
-    rest = urlencode([(name, one) for name, one in given if name not in LISTENS])
+        options[name.removeprefix("listen_")] = value
+    return options
+
+
+def _libpq_options(url: str) -> dict[str, Any]:
+    """Return the options of a URL as libpq reads it. Raises ValueError for a wrong URL."""
     try:
-        options = conninfo.conninfo_to_dict(f"{place}{mark}{rest}" if listens else url)
+        options = conninfo.conninfo_to_dict(url)
     except psycopg.Error:  # its text may show a part of the password
         raise ValueError("not a URL of libpq") from None
-    if "@" in url.partition("://")[2].partition("/")[2].partition("?")[0]:
+    path = url.partition("://")[2].partition("/")[2].partition("?")[0]
+    if "@" in path:
         raise ValueError("a password with a slash, which libpq takes for host and database")
+    return options
 
-    def value(keyword: str, default: str) -> str:
-        found = options.get(keyword) or (known[keyword].val or b"").decode()
-        return str(found or default)
 
-    hosts = value("host", value("hostaddr", "")).split(",")
-    ports = _ports_of(hosts, value("port", "5432"))
-    wrong_host = any("@" in host[1:] for host in hosts)  # an "@" first: an abstract socket
-    if wrong_host or len(ports) != len(hosts) or not all(map(_PORT.fullmatch, ports)):
+def _servers(settings: Mapping[str, str]) -> list[str]:
+    """Return host and port of each server. Raises ValueError for a wrong host or port."""
+    hosts = (settings.get("host") or settings.get("hostaddr") or "").split(",")
+    ports = _ports_of(hosts, settings.get("port") or "5432")
+    is_wrong_host = any("@" in host[1:] for host in hosts)  # an "@" first: an abstract socket
+    if is_wrong_host or len(ports) != len(hosts) or not all(map(_PORT.fullmatch, ports)):
         raise ValueError("no host and port")
     pairs = zip(hosts, ports, strict=True)
-    places = [f"{host or 'localhost'}:{port or '5432'}" for host, port in pairs]
-    base = value("dbname", value("user", "postgres"))
-    name = f"{','.join(places)}/{base}"
-    return PostgresAddress(
-        name, f"postgresql://{','.join(sorted(places))}/{base}", options, listens
-    )
+    return [f"{host or 'localhost'}:{port or '5432'}" for host, port in pairs]
 
 
 def _ports_of(hosts: Sequence[str], ports: str) -> list[str]:
@@ -324,7 +357,7 @@ def _resolved(options: dict[str, Any]) -> dict[str, Any]:
     if options.get("hostaddr") or any(host[:1] in ("", "/", "@") for host in hosts):
         return options
     ports = _ports_of(hosts, str(options.get("port") or ""))
-    found = []
+    resolved = []
     error = None
     for host, port in zip(hosts, ports, strict=True):
         try:
@@ -332,10 +365,10 @@ def _resolved(options: dict[str, Any]) -> dict[str, Any]:
         except OSError as unknown:
             error = unknown
         else:
-            found += [(host, str(info[4][0]), port) for info in infos]
-    if not found:
+            resolved += [(host, str(info[4][0]), port) for info in infos]
+    if not resolved:
         raise redis.ConnectionError(f"{hosts[-1]}: {error}")
-    names, addresses, numbers = map(",".join, zip(*found, strict=True))
+    names, addresses, numbers = map(",".join, zip(*resolved, strict=True))
     return {**options, "host": names, "hostaddr": addresses, "port": numbers}
 
 
@@ -356,5 +389,5 @@ def _finish_connecting(connection: pq.abc.PGconn, until: float) -> None:
 
 
 def _packed(words: Sequence[Any]) -> bytes:
-    texts = [word if isinstance(word, bytes) else encoded(str(word)) for word in words]
-    return b"*%d\r\n%b" % (len(texts), b"".join(map(encode_bulk, texts)))
+    items = [item if isinstance(item, bytes) else encoded(str(item)) for item in words]
+    return b"*%d\r\n%b" % (len(items), b"".join(map(encode_bulk, items)))

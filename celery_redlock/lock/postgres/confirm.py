@@ -21,9 +21,9 @@ from celery_redlock.lock.transport.command import encoded
 _CONFIRM = "SELECT 1 FROM redlock.key WHERE (id, value) IN ({}) FOR KEY SHARE"
 # A row lock needs a transaction id. With autocommit it has ended with the statement before.
 # `clock_timestamp` is VOLATILE: a pooler that balances reads sends that to no standby.
-_IS_OPEN = "SELECT clock_timestamp() WHERE pg_current_xact_id_if_assigned() IS NOT NULL"
+_OPEN_TRANSACTION = "SELECT clock_timestamp() WHERE pg_current_xact_id_if_assigned() IS NOT NULL"
 _NO_SCHEMA = ("3F000", "42P01")
-_NOT_SEEN = (
+_ROW_NOT_SEEN = (
     "the transaction does not see its row: another holder has it, the snapshot is older than the "
     "lock, or this is another database"
 )
@@ -34,26 +34,26 @@ def confirm(resource: str, keys: Sequence[tuple[str, str]], cursor: Any) -> None
 
     cursor: what the body writes with.
     """
-    connection = _connection_of(cursor, "confirm_in", awaited=False)
+    connection = _connection_of(cursor, "confirm_in", is_async=False)
     with _explained():
         _check_rows(resource, keys, _count(connection, _confirmation(keys)))
-        _check_open(_count(connection, _IS_OPEN))
+        _check_open(_count(connection, _OPEN_TRANSACTION))
 
 
 async def confirm_async(resource: str, keys: Sequence[tuple[str, str]], cursor: Any) -> None:
     """Confirm as `confirm` does, by a connection whose methods are awaited."""
-    connection = _connection_of(cursor, "confirm_in_async", awaited=True)
+    connection = _connection_of(cursor, "confirm_in_async", is_async=True)
     with _explained():
         _check_rows(resource, keys, await _count_async(connection, _confirmation(keys)))
-        _check_open(await _count_async(connection, _IS_OPEN))
+        _check_open(await _count_async(connection, _OPEN_TRANSACTION))
 
 
-def _connection_of(cursor: Any, method: str, *, awaited: bool) -> Any:
+def _connection_of(cursor: Any, method: str, *, is_async: bool) -> Any:
     """Return the connection, or the session, of a cursor. Raises SettingsError for another kind."""
     hint = (
         "must be a cursor or a connection to PostgreSQL, of psycopg, psycopg2, SQLAlchemy, Django"
     )
-    found = cursor
+    connection = cursor
     if hasattr(cursor, "get_bind"):  # SQLAlchemy's session
         step = cursor.connection
         is_known = cursor.get_bind().dialect.name == "postgresql"
@@ -61,17 +61,17 @@ def _connection_of(cursor: Any, method: str, *, awaited: bool) -> Any:
         step = cursor.exec_driver_sql
         is_known = cursor.dialect.name == "postgresql"
     else:  # a new cursor of it has no rows that the body still reads, and no name on the server
-        found = getattr(cursor, "connection", cursor)
-        is_known = hasattr(found, "pgconn") or hasattr(found, "get_transaction_status")
-        step = getattr(found, "commit", None)
-    if is_known and inspect.iscoroutinefunction(step) is not awaited:
+        connection = getattr(cursor, "connection", cursor)
+        is_known = hasattr(connection, "pgconn") or hasattr(connection, "get_transaction_status")
+        step = getattr(connection, "commit", None)
+    if is_known and inspect.iscoroutinefunction(step) is not is_async:
         is_known = False
-        hint = f"give it to {'confirm_in' if awaited else 'confirm_in_async'}"
+        hint = f"give it to {'confirm_in' if is_async else 'confirm_in_async'}"
     if not is_known:
         kind = type(cursor)
         name = f"a {kind.__module__}.{kind.__qualname__}"
         raise SettingsError(f"Lock.{method}", "cursor", name, hint)
-    return found
+    return connection
 
 
 def _count(connection: Any, sql: str) -> int:
@@ -80,9 +80,9 @@ def _count(connection: Any, sql: str) -> int:
         connection = connection.connection()
     if hasattr(connection, "exec_driver_sql"):
         return len(connection.exec_driver_sql(sql).fetchall())
-    with connection.cursor(**_options_of(connection)) as own:
-        own.execute(sql)
-        return len(own.fetchall())
+    with connection.cursor(**_options_of(connection)) as new_cursor:
+        new_cursor.execute(sql)
+        return len(new_cursor.fetchall())
 
 
 async def _count_async(connection: Any, sql: str) -> int:
@@ -90,9 +90,9 @@ async def _count_async(connection: Any, sql: str) -> int:
         connection = await connection.connection()
     if hasattr(connection, "exec_driver_sql"):
         return len((await connection.exec_driver_sql(sql)).fetchall())
-    async with connection.cursor(**_options_of(connection)) as own:
-        await own.execute(sql)
-        return len(await own.fetchall())
+    async with connection.cursor(**_options_of(connection)) as new_cursor:
+        await new_cursor.execute(sql)
+        return len(await new_cursor.fetchall())
 
 
 def _options_of(connection: Any) -> dict[str, Any]:
@@ -102,17 +102,20 @@ def _options_of(connection: Any) -> dict[str, Any]:
 
 def _confirmation(keys: Sequence[tuple[str, str]]) -> str:
     pairs = [(hashlib.sha256(encoded(name)).digest(), encoded(value)) for name, value in keys]
-    rows = [f"(decode('{i.hex()}', 'hex'), decode('{value.hex()}', 'hex'))" for i, value in pairs]
+    rows = [
+        f"(decode('{key_id.hex()}', 'hex'), decode('{value.hex()}', 'hex'))"
+        for key_id, value in pairs
+    ]
     return _CONFIRM.format(", ".join(rows))
 
 
-def _check_rows(resource: str, keys: Sequence[tuple[str, str]], found: int) -> None:
-    if found < len(set(keys)):
-        raise LockLost(resource, _NOT_SEEN)
+def _check_rows(resource: str, keys: Sequence[tuple[str, str]], row_count: int) -> None:
+    if row_count < len(set(keys)):
+        raise LockLost(resource, _ROW_NOT_SEEN)
 
 
-def _check_open(found: int) -> None:
-    if not found:
+def _check_open(row_count: int) -> None:
+    if not row_count:
         raise RedlockError(
             "confirm_in needs a transaction, and this connection commits each statement by itself "
             "(autocommit): begin one, confirm, write, and commit"
@@ -125,8 +128,8 @@ def _explained() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        for one in (error, getattr(error, "orig", None), error.__cause__):
-            if {getattr(one, "sqlstate", ""), getattr(one, "pgcode", "")} & set(_NO_SCHEMA):
+        for cause in (error, getattr(error, "orig", None), error.__cause__):
+            if {getattr(cause, "sqlstate", ""), getattr(cause, "pgcode", "")} & set(_NO_SCHEMA):
                 raise RedlockError(
                     "confirm_in needs the lock in the database that the body writes: this "
                     "database has no schema redlock"

@@ -29,10 +29,10 @@ class PostgresConnection:
         self.socket = pipeline  # for a poll
         self.in_flight: deque[Entry] = deque()
         self.replies: deque[tuple[Entry, Any]] = deque()
-        self.struck: tuple[Entry, Any] | None = None
+        self.interrupted_reply: tuple[Entry, Any] | None = None
         self.write_buffer = b""  # not empty if libpq has bytes that the socket does not take yet
 
-    def write(self, entries: Sequence[Entry], *, keeps_gil: bool = True) -> None:
+    def write(self, entries: Sequence[Entry], keeps_gil: bool = True) -> None:
         """Write commands. Raises OSError; the commands are in flight then, too."""
         try:
             self.in_flight.extend(entries)
@@ -47,7 +47,7 @@ class PostgresConnection:
             self.poisoned = True
             raise
 
-    def read(self, *, keeps_gil: bool = True) -> None:
+    def read(self, keeps_gil: bool = True) -> None:
         """Read, and move complete replies to `replies`. Raises OSError at the connection's end."""
         if self.poisoned:
             refuse(POISONED)

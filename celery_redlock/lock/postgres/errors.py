@@ -7,12 +7,13 @@ import re
 from psycopg import pq
 
 from celery_redlock.lock.server.error_hints import add_signs
-from celery_redlock.lock.transport.connection import ENDED
+from celery_redlock.lock.transport.connection import CLOSED_BY_SERVER
 
 NOT_REPLICATED = "NOTREPLICATED committed on the primary alone: its standby did not confirm it"
 ISOLATION = "TRYAGAIN the isolation level"  # of `begin_call`; sent again, the call sets its own
-_ADVICE = re.compile("This probably means|Is the server running")  # of libpq, for people
-_SYNC_REP = b"SyncRepWaitForLSN"  # the function of the server that warns of it, in any language
+_LIBPQ_ADVICE = re.compile("This probably means|Is the server running")  # of libpq, for people
+# the function of the server that warns of it, in any language
+_SYNC_REP_FUNCTION = b"SyncRepWaitForLSN"
 # By SQLSTATE: the word with which the error reply begins, as one of Redis. Any other is "ERR".
 _CODES = {
     b"40001": "TRYAGAIN", b"40P01": "TRYAGAIN", b"55P03": "TRYAGAIN", b"57014": "TRYAGAIN",
@@ -20,7 +21,7 @@ _CODES = {
     b"25006": "STANDBY", b"55000": "STANDBY", b"53300": "CONNECTIONS",
     b"RL001": "OTHERSERVER", b"3F000": "NOSCHEMA", b"42P01": "NOSCHEMA", b"42883": "NOSCHEMA",
 }  # fmt: skip
-_A_STANDBY = (
+_STANDBY_HINT = (
     "a standby: name its primary, or all hosts with target_session_attrs=read-write, in its URL; "
     "or its default_transaction_read_only is on"
 )
@@ -39,7 +40,7 @@ _MISCONFIGURED = {
     "SETTINGS": "set standard_conforming_strings = on, client_min_messages = notice for its user",
     "OLDERSCHEMA": "run `celery -A shop redlock setup`, which moves the schema in place",
     "NEWERSCHEMA": "install that newer release of this package here, too",
-    "STANDBY|session is read-only|server is in hot standby mode": _A_STANDBY,
+    "STANDBY|session is read-only|server is in hot standby mode": _STANDBY_HINT,
     "password authentication failed|no password supplied":
         "correct user and password in its URL, or set PGPASSWORD",
     "no pg_hba.conf entry|pg_hba.conf rejects": "allow this user and host in its pg_hba.conf",
@@ -54,7 +55,7 @@ _MISCONFIGURED = {
     "server does not support SSL": "name an sslmode in its URL that the server has",
 }
 # fmt: on
-add_signs(_TEMPORARY, _MISCONFIGURED, _A_STANDBY)
+add_signs(_TEMPORARY, _MISCONFIGURED, _STANDBY_HINT)
 
 
 def error_of(result: pq.abc.PGresult) -> str:
@@ -82,10 +83,10 @@ def is_of_idle_timeout(result: pq.abc.PGresult) -> bool:
 
 def is_not_replicated(notice: pq.abc.PGresult) -> bool:
     """Return whether a commit did not wait for its standby to the end, because it was cancelled."""
-    return notice.error_field(pq.DiagnosticField.SOURCE_FUNCTION) == _SYNC_REP
+    return notice.error_field(pq.DiagnosticField.SOURCE_FUNCTION) == _SYNC_REP_FUNCTION
 
 
 def words_of(text: str) -> str:
     """Return why libpq failed, on one line. libpq names the server and the user, no password."""
-    told = _ADVICE.split(text)[0].removeprefix("consuming input failed: ")
-    return " ".join(told.split()) or ENDED
+    message = _LIBPQ_ADVICE.split(text)[0].removeprefix("consuming input failed: ")
+    return " ".join(message.split()) or CLOSED_BY_SERVER

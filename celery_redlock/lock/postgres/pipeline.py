@@ -33,7 +33,7 @@ from celery_redlock.lock.postgres.errors import (
     words_of,
 )
 from celery_redlock.lock.server.requests import SCRIPTS
-from celery_redlock.lock.transport.connection import CLOCK, ENDED, ENDED_BY_TIMEOUT
+from celery_redlock.lock.transport.connection import CLOCK, CLOSED_BY_SERVER, CLOSED_BY_TIMEOUT
 
 # Of the transaction alone, as the connection may be a pooler's. Without the path, a role that may
 # create an operator in a schema of the user's path could change what the functions do.
@@ -52,11 +52,13 @@ _FIRST = _SETTINGS + b"redlock.run_id(),redlock.command($4),$2"
 _BYTEA = 17
 _BYTEA_ARRAY = 1001
 _TEXT = 25
-LOCK_TIMEOUT = 0.5  # of the node timeout: how long a call waits for a row before it costs its vote
-FOREIGN = "the reply to another call has come: a pooler mixes up its clients"
-COLUMNS = 5  # of a reply: two settings, the server's run id, what the function returns, its call
+# of the node timeout: how long a call waits for a row before it costs its vote
+LOCK_TIMEOUT_SHARE = 0.5
+FOREIGN_REPLY = "the reply to another call has come: a pooler mixes up its clients"
+# of a reply: two settings, the server's run id, what the function returns, its call
+REPLY_COLUMNS = 5
 MARK_BYTES = 8  # random, of each connection
-CANCEL_AGAIN = 0.02  # seconds: a cancel request that comes between two calls has no effect
+CANCEL_PAUSE = 0.02  # seconds: a cancel request that comes between two calls has no effect
 _ISOLATE = b"SET transaction_isolation TO 'read committed'"  # of the transaction up to the sync
 
 
@@ -80,7 +82,7 @@ class Pipeline:
     def __init__(self, connection: pq.abc.PGconn, timeout: float) -> None:
         self.connection = connection
         self._timeout = timeout
-        self._lock_timeout = b"%d" % max(1, LOCK_TIMEOUT * timeout * 1000)
+        self._lock_timeout = b"%d" % max(1, LOCK_TIMEOUT_SHARE * timeout * 1000)
         self._bound = b"/*%d*/" % max(1, timeout * 1000)  # ms, for ENDWAITS in `schema.sql`
         self.is_pooled = False  # whether a pooler stands between
         self._isolates = False  # whether each call sets its isolation level: see `isolate_each`
@@ -163,7 +165,7 @@ class Pipeline:
                 while self._expected and self.exchange(until):
                     pass
         finally:
-            self.cancel(LOCK_TIMEOUT * self._timeout)
+            self.cancel(LOCK_TIMEOUT_SHARE * self._timeout)
 
     def cancel(self, timeout: float | None = None) -> None:
         """Cancel the calls that still run, and close. timeout: seconds; None: a node timeout.
@@ -178,7 +180,7 @@ class Pipeline:
             with suppress(OSError, ValueError, psycopg.Error):  # the latter: of libpq before 17
                 while self._expected and self._can_cancel and CLOCK.now() < until:
                     self._request_cancel(until)
-                    self.exchange(min(until, CLOCK.now() + CANCEL_AGAIN))
+                    self.exchange(min(until, CLOCK.now() + CANCEL_PAUSE))
         finally:
             self.close()
 
@@ -214,7 +216,7 @@ class Pipeline:
         except psycopg.Error as error:
             raise self._end_by(error) from None
         if connection.status != pq.ConnStatus.OK or (self._farewell and not self.replies):
-            raise OSError(self._farewell or ENDED)
+            raise OSError(self._farewell or CLOSED_BY_SERVER)
 
     def _end_by(self, error: psycopg.Error) -> OSError:
         """Return why the connection is at its end, in the words of its server if it has some."""
@@ -227,8 +229,8 @@ class Pipeline:
         """Note a part of a reply; return whether the reply is complete."""
         status = result.status
         if status == pq.ExecStatus.TUPLES_OK:
-            if result.nfields != COLUMNS or result.get_value(0, 4) != self._expected[0]:
-                raise OSError(FOREIGN)
+            if result.nfields != REPLY_COLUMNS or result.get_value(0, 4) != self._expected[0]:
+                raise OSError(FOREIGN_REPLY)
             self._run_id = self._run_id or result.get_value(0, 2)
             self._reply = result.get_value(0, 3)
         elif status == pq.ExecStatus.FATAL_ERROR and not self._error:
@@ -261,12 +263,12 @@ class Pipeline:
     def _note_farewell(self, result: pq.abc.PGresult) -> None:
         if is_fatal(result):
             words = error_of(result).removeprefix("ERR ")
-            self._farewell = ENDED_BY_TIMEOUT if is_of_idle_timeout(result) else words
+            self._farewell = CLOSED_BY_TIMEOUT if is_of_idle_timeout(result) else words
 
 
 def ready(descriptor: int, *, writes: bool, until: float, reads: bool = True) -> bool:
     """Return whether a descriptor is ready by then."""
     poll = new_poll(gevent_here() is None)  # another greenlet may run meanwhile
     poll.register(descriptor, (select.POLLIN if reads else 0) | (select.POLLOUT if writes else 0))
-    left = until - CLOCK.now()
-    return left > 0 and bool(poll.poll(max(1, int(left * 1000))))
+    remaining = until - CLOCK.now()
+    return remaining > 0 and bool(poll.poll(max(1, int(remaining * 1000))))

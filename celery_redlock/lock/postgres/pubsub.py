@@ -53,8 +53,8 @@ class PostgresPubSub:
     def receive(self) -> tuple[bool, list[Any]]:
         """Return whether a message has come, and the replies as of Redis. Raises OSError."""
         pipeline = self._pipeline
-        heard = False
-        found = self._left
+        has_spoken = False
+        messages = self._left
         self._left = []
         pipeline.flush()
         pipeline.receive()
@@ -62,15 +62,15 @@ class PostgresPubSub:
             reply = pipeline.replies.popleft()
             if isinstance(reply, hiredis.ReplyError):
                 raise OSError(str(reply))
-            heard = not self._hears
+            has_spoken = not self._hears
         while (notice := pipeline.connection.notifies()) is not None:
             channel = self._names.get(notice.relname)
-            heard = True
+            has_spoken = True
             if channel is not None and not notice.extra:
-                found.append([b"subscribe", channel, 1])
+                messages.append([b"subscribe", channel, 1])
             elif channel is not None and notice.extra != ECHO:
-                found.append([b"message", channel, base64.b64decode(notice.extra)])
-        return heard, found
+                messages.append([b"message", channel, base64.b64decode(notice.extra)])
+        return has_spoken, messages
 
     def disconnect(self) -> None:
         self._pipeline.close()

@@ -8,12 +8,13 @@ from typing import Any
 
 from celery_redlock.lock.model.keys import guard_keys
 
-VERSION = 2  # of schema.sql
+VERSION = 3  # of schema.sql
 APPLICATION = "celery_redlock"  # the application_name of clients, unless their URL names another
-MOST_USED = 0.8  # of max_connections
-LONG = "5 minutes"  # of a transaction: until it ends, no row that was deleted since is vacuumed
+MAX_CONNECTION_SHARE = 0.8  # of max_connections
+# of a transaction: until it ends, no row that was deleted since is vacuumed
+LONG_TRANSACTION = "5 minutes"
 # Before all else, and alone: the server reads the strings of a whole query by one setting.
-STRINGS = "SET LOCAL standard_conforming_strings = on"
+STRINGS_SETTING = "SET LOCAL standard_conforming_strings = on"
 _PATH = "SELECT pg_catalog.set_config('search_path', 'pg_catalog', true)"
 # A column of each question. Pgpool-II may balance reads within a transaction, too, even after a
 # write. But it sends none to a standby, which may lag, that calls what is VOLATILE.
@@ -86,7 +87,7 @@ def create_schema(
         connection.execute(_PATH)
         if schema_version(connection) == VERSION:
             return "there"
-        connection.execute(STRINGS)
+        connection.execute(STRINGS_SETTING)
         connection.execute(schema_sql(prefix, applications))
         return str(_asked(connection, "current_setting('redlock.setup')"))
 
@@ -98,7 +99,7 @@ def doubts_of(connection: Any, unheard: str = "") -> list[tuple[str, str, str]]:
     """
     with connection.transaction():
         connection.execute(_PATH)
-        row = connection.execute(_FACTS, [LONG]).fetchone()
+        row = connection.execute(_FACTS, [LONG_TRANSACTION]).fetchone()
         version = schema_version(connection)
     _, fsync, full_pages, isolation, timeout, idle, synchronous, streaming, *rest = row
     confirming, used, most, long_ones, sees_all, user = rest
@@ -120,9 +121,9 @@ def doubts_of(connection: Any, unheard: str = "") -> list[tuple[str, str, str]]:
          "synchronous_standby_names", synchronous,
          "no such standby streams: no lock is granted until one does"),
         (not synchronous and bool(streaming), "synchronous_standby_names", "''", lost),
-        (used > MOST_USED * most, "connections", f"{used} of {most}",
+        (used > MAX_CONNECTION_SHARE * most, "connections", f"{used} of {most}",
          "raise max_connections, or put pgbouncer between"),
-        (bool(long_ones), "transactions", f"{long_ones} older than {LONG}",
+        (bool(long_ones), "transactions", f"{long_ones} older than {LONG_TRANSACTION}",
          "while they are open, deleted rows stay, and locks become slower: end them"),
         (not sees_all, "rights", user,
          f"it sees no standby's state, and no transaction of others: GRANT pg_monitor TO {user}"),

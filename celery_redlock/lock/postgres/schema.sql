@@ -18,14 +18,14 @@ BEGIN
   ELSE
     version := redlock.version();
   END IF;
-  IF version > 2 THEN
-    RAISE EXCEPTION 'NEWERSCHEMA version %, and this release needs 2', version;
+  IF version > 3 THEN
+    RAISE EXCEPTION 'NEWERSCHEMA version %, and this release needs 3', version;
   END IF;
   PERFORM set_config('redlock.setup', CASE WHEN version IS NULL THEN 'new'
-    WHEN version < 2 THEN 'moved' ELSE 'there' END, true);
+    WHEN version < 3 THEN 'moved' ELSE 'there' END, true);
 END $$;
 
-CREATE OR REPLACE FUNCTION redlock.version() RETURNS int LANGUAGE sql STABLE RETURN 2;
+CREATE OR REPLACE FUNCTION redlock.version() RETURNS int LANGUAGE sql STABLE RETURN 3;
 
 -- Texts, and a row for each set. id: sha256 of the name, because an index takes no long name.
 CREATE TABLE IF NOT EXISTS redlock.key (
@@ -346,7 +346,8 @@ BEGIN
 END $$;
 
 CREATE OR REPLACE FUNCTION redlock.ended_for(marker bytea, at timestamptz) RETURNS bigint LANGUAGE plpgsql AS $$
-DECLARE kept bigint := coalesce(redlock.number(redlock.get(marker, at)), 0);
+DECLARE kept bigint := coalesce(
+  substring(redlock.text_of(redlock.get(marker, at)) FROM '^-?\d{1,18}')::bigint, 0);
 BEGIN
   RETURN CASE WHEN kept > 0 THEN greatest(1, kept - redlock.pttl(marker, at)) ELSE kept END;
 END $$;
@@ -466,7 +467,8 @@ BEGIN
     done := redlock.integer(redlock.ended_for(k[4], at));
   END IF;
   FOR one IN SELECT * FROM redlock.holders(names, at) LOOP
-    view := view || CASE WHEN one.value <> a[1] THEN '1' ELSE '0' END;
+    view := view || CASE WHEN one.value <> a[1] THEN
+      coalesce(substring(redlock.text_of(one.value) from '^!?([1-9a-z])'), '1') ELSE '0' END;
     IF left(redlock.text_of(a[1]), 1) <> '!' AND left(redlock.text_of(one.value), 1) = '!' THEN
       hold := coalesce(hold, one.permit);
     END IF;
@@ -978,6 +980,153 @@ BEGIN
   RETURN redlock.integer(1);
 END $$;
 
+-- What is queued of a resource, in lines as of a claim with a number each, and the order of its sends
+-- and starts: "largest started id", and "low replaced latest stays later". The lines are arrays here,
+-- the newest first.
+CREATE OR REPLACE FUNCTION redlock."newest"(k bytea[], a bytea[]) RETURNS bytea LANGUAGE plpgsql AS $$
+DECLARE
+  at timestamptz := redlock.turn(k[1]);
+  now bigint := redlock.ms(at);
+  w text[] := array(SELECT redlock.text_of(u.word) FROM unnest(a) WITH ORDINALITY AS u(word, n) ORDER BY n);
+  what text := w[1];
+  token text := w[2];
+  pttl bigint := redlock.pttl(k[1], at);
+  latest bigint := now + CASE WHEN pttl < 0 THEN 1::bigint << 40 ELSE pttl + 10 END;
+  sent text := '^[^:]*:sent:.';
+  vals text[] := '{}';
+  numbers bigint[] := '{}';
+  began bigint[] := '{}';
+  ends bigint[] := '{}';
+  line text;
+  parts text[];
+  numbered text[];
+  stored text := redlock.text_of(redlock.get(k[2], at));
+  ordered text[] := regexp_match(stored, '^(\d+) (\d+) ([^\n]*)');
+  largest bigint := coalesce(ordered[1]::bigint, 0);
+  started bigint := coalesce(ordered[2]::bigint, 0);
+  id text := coalesce(ordered[3], '');
+  taken text[] := regexp_match(stored, '\n(\d+) (\d+) (\d+) (\d+) (.*)$');
+  low bigint := coalesce(taken[1]::bigint, 0);
+  replaced bigint := coalesce(taken[2]::bigint, 0);
+  latest_sent bigint := coalesce(taken[3]::bigint, 0);
+  stays bigint := coalesce(taken[4]::bigint, 0);
+  later text := coalesce(taken[5], '');
+  number bigint := 0;
+  last int;
+  kept int[] := '{}';  -- the places of the lines that stay
+BEGIN
+  FOREACH line IN ARRAY string_to_array(coalesce(redlock.text_of(redlock.get(k[1], at)), ''), E'\n') LOOP
+    parts := regexp_match(line, '^(.*) (\d+) (\d+)$');
+    numbered := regexp_match(parts[1], '^(.*) (\d+)$');
+    IF line <> '' AND least(coalesce(parts[3]::bigint, latest), latest) > now THEN
+      vals := vals || coalesce(numbered[1], parts[1], line);
+      numbers := numbers || coalesce(numbered[2]::bigint, 0);
+      began := began || coalesce(parts[2]::bigint, now);
+      ends := ends || least(coalesce(parts[3]::bigint, latest), latest);
+    END IF;
+  END LOOP;
+  last := cardinality(vals);
+  IF what = 'send' THEN
+    IF w[3] <> '' THEN
+      IF vals[1] = w[3] THEN
+        RETURN redlock.integer(1);
+      ELSIF vals[1] IS NOT NULL AND NOT (vals[1] ~ sent AND token <> ''
+        AND (starts_with(vals[1], token) OR numbers[1] < w[7]::bigint)) THEN
+        RETURN redlock.list(redlock.integer(pttl), redlock.bulk(decode(vals[1], 'escape')),
+          redlock.integer(CASE WHEN vals[2] IS NULL THEN greatest(0, now - began[1]) ELSE 0 END),
+          redlock.integer(numbers[1]), redlock.bulk(decode(coalesce(vals[2], ''), 'escape')),
+          redlock.integer(coalesce(numbers[2], 0)));
+      ELSIF vals[1] IS NULL AND token <> '' THEN
+        RETURN redlock.integer(0);
+      END IF;
+    END IF;
+    IF w[4]::bigint <= largest THEN
+      RETURN redlock.integer(-largest);
+    END IF;
+    largest := w[4]::bigint;
+    PERFORM redlock.keep_order(k[2], largest, started, id,
+      array[low, replaced, latest_sent, stays], later, w[6]::bigint, at);
+    IF w[3] = '' THEN
+      RETURN redlock.integer(1);
+    END IF;
+    vals := w[3] || vals;
+    numbers := w[4]::bigint || numbers;
+    began := now || began;
+    ends := now + w[5]::bigint || ends;
+    kept := array(SELECT generate_series(1, last + 1));
+  ELSIF what = 'sent' THEN
+    IF vals[1] IS NULL OR NOT starts_with(vals[1], token) THEN
+      RETURN redlock.integer(0);
+    ELSIF vals[1] ~ sent THEN
+      RETURN redlock.integer(1);
+    END IF;
+    vals[1] := w[3];
+    ends[1] := began[1] + w[4]::bigint;
+    began[1] := began[1] - w[5]::bigint;
+    kept := '{1}';
+    FOR place IN 2..last LOOP
+      IF w[6] <> '' AND starts_with(vals[place], w[6]) THEN
+        began[1] := least(began[1], began[place]);
+      ELSIF w[8] <> '' AND starts_with(vals[place], w[8]) THEN
+        kept := array[1, place];
+        ends[place] := greatest(ends[place], least(ends[1], began[place] + w[10]::bigint));
+      END IF;
+    END LOOP;
+    IF greatest(w[7]::bigint, w[9]::bigint) > 0 THEN
+      IF latest_sent <> coalesce(nullif(w[7]::bigint, 0), w[9]::bigint) THEN
+        low := latest_sent;
+      ELSIF stays > started AND stays <> w[9]::bigint THEN
+        low := stays;
+      END IF;
+      IF w[7]::bigint > 0 THEN
+        replaced := w[7]::bigint;
+        later := split_part(w[3], ':', 3);
+      END IF;
+      PERFORM redlock.keep_order(k[2], largest, started, id,
+        array[low, replaced, numbers[1], w[9]::bigint], later, w[4]::bigint, at);
+    END IF;
+  ELSE
+    IF what = 'start' THEN
+      number := w[3]::bigint;
+      IF started > number THEN
+        RETURN redlock.list(redlock.integer(started), redlock.bulk(decode(id, 'escape')));
+      ELSIF number > low AND number <= replaced AND number NOT IN (stays, started) THEN
+        RETURN redlock.list(redlock.integer(replaced), redlock.bulk(decode(later, 'escape')));
+      END IF;
+      PERFORM redlock.keep_order(k[2], greatest(largest, number), number, w[4],
+        array[low, replaced, latest_sent, stays], later, w[5]::bigint, at);
+    END IF;
+    FOR place IN 1..last LOOP
+      IF NOT starts_with(vals[place], token) AND (what = 'end' OR numbers[place] > number) THEN
+        kept := kept || place;
+      END IF;
+    END LOOP;
+    IF cardinality(kept) = last THEN
+      RETURN redlock.integer(1);
+    ELSIF cardinality(kept) > 0 AND kept[cardinality(kept)] < last THEN
+      began[kept[cardinality(kept)]] := now;
+    END IF;
+  END IF;
+  IF coalesce((SELECT max(ends[p]) FROM unnest(kept) AS p), 0) - now < 1 THEN
+    PERFORM redlock.del(k[1], at);
+  ELSE
+    PERFORM redlock.put(k[1], decode((SELECT string_agg(
+      concat_ws(' ', vals[p], numbers[p], began[p], ends[p]), E'\n' ORDER BY n)
+      FROM unnest(kept) WITH ORDINALITY AS u(p, n)), 'escape'),
+      (SELECT max(ends[p]) FROM unnest(kept) AS p) - now, at);
+  END IF;
+  RETURN redlock.integer(1);
+END $$;
+
+CREATE OR REPLACE FUNCTION redlock.keep_order(
+  name bytea, largest bigint, started bigint, id text, taken bigint[], later text, ms bigint,
+  at timestamptz) RETURNS void LANGUAGE plpgsql AS $$
+BEGIN
+  PERFORM redlock.put(name, decode(concat_ws(' ', largest, started, id)
+    || CASE WHEN taken[3] > 0 THEN concat_ws(' ', E'\n' || array_to_string(taken, ' '), later)
+      ELSE '' END, 'escape'), greatest(ms, redlock.pttl(name, at)), at);
+END $$;
+
 -- What is no script
 
 -- Delete what expired a minute ago, once a minute. In parts, in the order of their ids: a PING that
@@ -1142,6 +1291,7 @@ END $$;
 
 -- Before version 2 a run id was the cluster and the timeline. A record of this very server gets its new
 -- run id, because the server has forgotten nothing. Its tenure is newer than what clients have noted.
+-- Version 3 has new functions, and rows as version 2: a move from that changes none here.
 DO $$
 DECLARE
   now text := redlock.run_id();

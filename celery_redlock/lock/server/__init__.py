@@ -21,10 +21,11 @@ Read `restart_guard.py` first: it admits a connection, or refuses it.
   several holders. `renew.lua` renews and reclaims, `release.lua` deletes, `fence.lua` reads the
   fencing counter and sets a broken one. `take.lua`, `cancel.lua` and `record.lua` are for the
   starts of a rate. `register.lua` keeps who waits, and `announce.lua` names the next. `break.lua`
-  breaks a lock, `unique.lua` is the compare-and-set of a claim, `marker.lua` reads that a run is
-  over. `guard.lua` begins the grace period of a restarted server, and `trust.lua` ends it.
-  `vote.lua`, `permits.lua`, `starts.lua` and `tenure.lua` have the functions that others share.
+  breaks a lock, `unique.lua` is the compare-and-set of a claim, `newest.lua` keeps the order of
+  sends that replace each other. `marker.lua` reads that a run is over. `guard.lua` begins the grace
+  period of a restarted server, and `trust.lua` ends it. `vote.lua`, `permits.lua`, `starts.lua` and
+  `tenure.lua` have the functions that others share.
 
 Not here: how bytes travel (`lock/transport`), how a client handles replies (`lock/engine`), and how
-the words of a failed login are cut (`transport/address.py`).
+the words of a failed login are cut (`transport/credentials.py`).
 """

@@ -32,7 +32,8 @@ from celery_redlock.lock.transport.command import (
 )
 from celery_redlock.lock.transport.nodes import Nodes
 
-PATIENCE = 1.0  # seconds for each step with a node, or the node_timeout if that is longer
+STEP_TIMEOUT = 1.0  # seconds for each step with a node, or the node_timeout if that is longer
+DELETED_AT_ONCE = 500  # keys in one command
 T = TypeVar("T")
 
 
@@ -41,22 +42,30 @@ def ask_each(
 ) -> tuple[dict[str, T], dict[str, str]]:
     """Call a function with a new connection to each node, in parallel.
 
-    names: of the nodes to ask; None for all. Returns the results by node, and the causes by failed
-    node.
+    ask: called with the connection; its result is that of the node. names: of the nodes to ask;
+    None for all. Returns the results by node, and the causes of the failures by node.
     """
-    timeout = max(PATIENCE, nodes.timeout)
-    asked = {node.name: node.address for node in nodes.all if names is None or node.name in names}
+    timeout = max(STEP_TIMEOUT, nodes.timeout)
+    addresses = {
+        node.name: node.address for node in nodes.all if names is None or node.name in names
+    }
 
-    def one(address: Address) -> tuple[T | None, str]:
+    def ask_or_fail(address: Address) -> tuple[T | None, str]:
         try:
             return ask_one(address, timeout, ask), ""
         except Exception as error:  # also an error of the user's credential provider
             return None, with_hint(address.cause_of(error, timeout))
 
-    with ThreadPoolExecutor(len(asked) or 1) as pool:
-        results = dict(zip(asked, pool.map(one, asked.values()), strict=True))
-    failing = {name: cause for name, (_, cause) in results.items() if cause}
-    return {n: cast("T", said) for n, (said, _) in results.items() if n not in failing}, failing
+    with ThreadPoolExecutor(len(addresses) or 1) as pool:
+        outcomes = dict(zip(addresses, pool.map(ask_or_fail, addresses.values()), strict=True))
+    results: dict[str, T] = {}
+    failures: dict[str, str] = {}
+    for name, (result, cause) in outcomes.items():
+        if cause:
+            failures[name] = cause
+        else:
+            results[name] = cast("T", result)
+    return results, failures
 
 
 def reply_of(connection: Any, *words: Any) -> Any:
@@ -75,20 +84,20 @@ def trust_nodes(
     """
 
     def trust(connection: Any) -> str:
-        facts = read_info(connection)
-        if "run_id" not in facts:
-            raise redis.ResponseError(facts.get("error", "INFO names no run_id"))
-        notes = set(names_on(connection, f"{tenure_key(prefix)}:"))
-        keys = *map(encoded, (*guard_keys(prefix), tenure_key(prefix))), *notes
-        reply_of(connection, "EVAL", TRUST.source, str(len(keys)), *keys, facts["run_id"])
+        info = read_info(connection)
+        if "run_id" not in info:
+            raise redis.ResponseError(info.get("error", "INFO names no run_id"))
+        tenure_keys = set(names_on(connection, f"{tenure_key(prefix)}:"))
+        keys = *map(encoded, (*guard_keys(prefix), tenure_key(prefix))), *tenure_keys
+        reply_of(connection, "EVAL", TRUST.source, str(len(keys)), *keys, info["run_id"])
         return next(map(text_of, names_on(connection, lock_key(prefix, ""))), "")
 
-    found, failing = ask_each(nodes, trust, names)
+    lock_names, failures = ask_each(nodes, trust, names)
     _mend_counters(nodes, names, prefix)
-    if found:  # only once all of them vote: a client that receives the message tries at once
-        news = "PUBLISH", encoded(votes_channel(prefix)), new_token()  # the same on each
-        ask_each(nodes, lambda connection: reply_of(connection, *news))
-    return found, failing
+    if lock_names:  # only once all of them vote: a client that receives the message tries at once
+        announcement = "PUBLISH", encoded(votes_channel(prefix)), new_token()  # the same on each
+        ask_each(nodes, lambda connection: reply_of(connection, *announcement))
+    return lock_names, failures
 
 
 def _mend_counters(nodes: Nodes, names: Collection[str], prefix: str) -> None:
@@ -109,17 +118,35 @@ def _mend_counters(nodes: Nodes, names: Collection[str], prefix: str) -> None:
         if counters.get(node.name, -1) >= 0:
             fence.counted(node.index, counters[node.name])
     if fence.has_quorum and fence.greatest:
-        words = str(fence.greatest), str(fence.bound)
+        words = str(fence.greatest), str(fence.max_counter)
         ask_each(nodes, lambda connection: ask(connection, *words), names)
 
 
-def names_on(connection: Any, beginning: str) -> Iterator[Any]:
+def remove_keys(
+    nodes: Nodes, beginnings: Collection[str], names: Collection[str] | None = None
+) -> tuple[dict[str, int], dict[str, str]]:
+    """Delete the keys that begin like one of these; for keys of a name that no other client has.
+
+    names: of the nodes to ask; None for all. Returns how many there were by node, and the causes
+    by failed node.
+    """
+
+    def remove(connection: Any) -> int:
+        keys = list({name for one in beginnings for name in names_on(connection, one)})
+        for first in range(0, len(keys), DELETED_AT_ONCE):
+            reply_of(connection, "DEL", *keys[first : first + DELETED_AT_ONCE])
+        return len(keys)
+
+    return ask_each(nodes, remove, names)
+
+
+def names_on(connection: Any, key_prefix: str) -> Iterator[Any]:
     """Yield the names of a node's keys that begin like this; a name may come twice.
 
     Scans the database in parts, so that no other client waits.
     """
     cursor = b"0"
-    pattern = encoded(f"{pattern_of(beginning)}*")
+    pattern = encoded(f"{pattern_of(key_prefix)}*")
     while True:
         reply = reply_of(connection, "SCAN", cursor, "MATCH", pattern, "COUNT", "1000")
         cursor, names = read_list(reply, 2)

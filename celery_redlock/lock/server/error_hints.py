@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from celery_redlock.errors import NodeError, abstention_cause
 from celery_redlock.label import escaped
 from celery_redlock.lock.server.rights import ACL_RULES
-from celery_redlock.lock.transport.node import LONGEST_CAUSE, Node
+from celery_redlock.lock.transport.node import MAX_CAUSE_LENGTH, Node
 
 _NOT_A_PRIMARY = "not a primary: name its primary, or its Sentinels"
 _IN_A_CLUSTER = "a cluster member: name a standalone server"
@@ -93,11 +93,11 @@ def _meaning(text: str) -> tuple[bool, str]:
     """Return whether the first known words of a text mean a wrong setting, and the hint."""
     # Anywhere in the text: servers before 7 wrap an error of a script in their own ERR. Only the
     # first match: a later one may be in an argument of ours that the server repeats.
-    known, meanings = _known()
-    found = known.search(text, 0, LONGEST_CAUSE)
-    if found is None or found.lastindex is None:
+    pattern, meanings = _known()
+    match = pattern.search(text, 0, MAX_CAUSE_LENGTH)
+    if match is None or match.lastindex is None:
         return False, ""
-    return meanings[found.lastindex - 1]
+    return meanings[match.lastindex - 1]
 
 
 def is_misconfigured(text: str) -> bool:
@@ -125,18 +125,18 @@ def with_hint(text: str) -> str:
 
 def strip_args(text: str) -> str:
     """Return an error reply on one line, without our arguments: a token is a secret."""
-    return escaped(text.partition(", with args")[0], LONGEST_CAUSE)
+    return escaped(text.partition(", with args")[0], MAX_CAUSE_LENGTH)
 
 
 def causes_of(
     nodes: Sequence[Node],
     errors: dict[int, NodeError] | None = None,
     abstaining: dict[int, float] | None = None,
-    voted: set[int] | None = None,
+    voters: set[int] | None = None,
 ) -> list[str]:
     """Return one text for each node that gave no vote.
 
-    errors, abstaining: by node index. voted: if given, the time is up for all other nodes.
+    errors, abstaining: by node index. voters: if given, the time is up for all other nodes.
     """
     errors = errors or {}
     abstaining = abstaining or {}
@@ -144,11 +144,11 @@ def causes_of(
     for node in nodes:
         error = errors.get(node.index) or node.error
         if node.index in abstaining:
-            keeps = node.address.keeps_locks
-            cause = abstention_cause(abstaining[node.index], keeps_locks=keeps)
+            keeps_locks = node.address.keeps_locks
+            cause = abstention_cause(abstaining[node.index], keeps_locks=keeps_locks)
             causes.append(f"{node.name}: {cause}")
         elif error is not None:
             causes.append(f"{node.name}: {with_hint(error.cause)}")
-        elif voted is not None and node.index not in voted:  # frozen or partitioned: no error yet
+        elif voters is not None and node.index not in voters:  # frozen or partitioned: no error yet
             causes.append(f"{node.name}: no answer in time")
     return causes or [f"{node.name}: no answer in time" for node in nodes]

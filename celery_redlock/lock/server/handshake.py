@@ -33,9 +33,9 @@ class ServerInfo(Peer):
     server's eviction policy, "" if it evicts nothing. in_cluster: whether it is a member of one.
     wall: seconds since 1970 by the server's clock, None if it does not tell. abstains_for:
     remaining seconds of the node's grace period. tenure: the node's own. others: the newest tenures
-    that the node knows at the other nodes' addresses, in order. sent_tenures: what the node was
-    last sent about tenures, the result of `Tenures.told`; empty if it could record nothing.
-    sent_at: when, in monotonic seconds. timed_at: when it was last asked for its time.
+    that the node knows at the other nodes' addresses, in order. sent_tenures: the tenures that this
+    process last sent to the node, a result of `Tenures.arguments_for`; empty if the node could
+    record nothing. sent_at, timed_at: monotonic seconds of that, and of the last query of its time.
     """
 
     arguments: tuple[str, ...] = ("", "")
@@ -58,50 +58,51 @@ def handshake(connection: Any, guard: Guard, tenures: Tenures, node: int) -> Ser
     report it.
     """
     # an ACL may refuse PING, which changes nothing, and SCRIPT: then EVAL sends the text
-    before = PING, GRANT.load, RENEW.load, RELEASE.load
-    facts = read_info(connection, ("server", "memory", "replication"), before=before)
+    preceding = PING, GRANT.load, RENEW.load, RELEASE.load
+    fields = read_info(connection, ("server", "memory", "replication"), before=preceding)
     # one that takes writes would grant locks, and the next full resynchronization deletes them
-    if facts.get("role", "master") != "master":
+    if fields.get("role", "master") != "master":
         raise redis.ResponseError("it is a replica")
-    run_id = facts.get("run_id", "")
+    run_id = fields.get("run_id", "")
     if guard.mode != "off" and not run_id:
         raise redis.ResponseError(
-            f"{facts.get('error') or 'INFO names no run_id'}: without INFO the restart guard "
+            f"{fields.get('error') or 'INFO names no run_id'}: without INFO the restart guard "
             'cannot tell a restart; allow it (ACL: +info), or set redlock_restart_guard = "off"'
         )
     arguments = guard.arguments(run_id)
-    time_us = facts.get("server_time_usec", "")
+    time_us = fields.get("server_time_usec", "")
     info = ServerInfo(
         run_id,
         encode_words(arguments),
         arguments,
-        eviction_policy(facts),
-        is_in_cluster(facts),
+        eviction_policy(fields),
+        is_in_cluster(fields),
         int(time_us) / 1e6 if time_us.isdecimal() else None,
     )
     if guard.mode == "off":
         return info
     keys = tenures.keys(node)
-    told = tenures.told(node)
+    sent_tenures = tenures.arguments_for(node)
     script = "EVAL", GUARD.source, str(len(keys)), *map(encoded, keys)
     try:
-        connection.send_command(*script, *arguments, *told)
+        connection.send_command(*script, *arguments, *sent_tenures)
         reply = connection.read_response()
     except redis.ResponseError:
         return info  # a replica, a full memory, no permission: each grant gets the same error
-    info.abstains_for, info.tenure, info.others = tenures_of(reply, len(told))
-    info.sent_tenures = told
+    info.abstains_for, info.tenure, info.others = tenures_of(reply, len(sent_tenures))
+    info.sent_tenures = sent_tenures
     return info
 
 
-def eviction_policy(facts: Mapping[str, str]) -> str:
+def eviction_policy(fields: Mapping[str, str]) -> str:
     """Return by which policy a server deletes keys once its memory is full; "" if it does not."""
-    policy = facts.get("maxmemory_policy", "noeviction")
-    return policy if facts.get("maxmemory", "0") != "0" and policy != "noeviction" else ""
+    policy = fields.get("maxmemory_policy", "noeviction")
+    return policy if fields.get("maxmemory", "0") != "0" and policy != "noeviction" else ""
 
 
-def is_in_cluster(facts: Mapping[str, str]) -> bool:
-    return "cluster" in (facts.get("redis_mode"), facts.get("server_mode"))  # Valkey has both names
+def is_in_cluster(fields: Mapping[str, str]) -> bool:
+    modes = fields.get("redis_mode"), fields.get("server_mode")  # Valkey has both names
+    return "cluster" in modes
 
 
 def read_info(

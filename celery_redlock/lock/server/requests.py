@@ -26,17 +26,19 @@ from celery_redlock.lock.model.options import CompletionMarker, LockOptions
 from celery_redlock.lock.model.rate import Rate, Start
 from celery_redlock.lock.transport.command import Script, encode_bulk, encode_command, encode_text
 
-REGISTERED_FOR = 60.0  # seconds after which a set of waiters that nobody refreshes expires
+REGISTRATION_TTL = 60.0  # seconds after which a set of waiters that nobody refreshes expires
 
 
-def load_script(name: str, *before: str) -> Script:
-    """Return a script of this package. before: files that stand before it, with its functions."""
+def load_script(name: str, *preamble: str) -> Script:
+    """Return a script of this package. preamble: files that stand before it, with its functions."""
     folder = files("celery_redlock.lock.server").joinpath("lua")
-    texts = [folder.joinpath(f"{file}.lua").read_bytes() for file in (*before, name)]
+    texts = [folder.joinpath(f"{file}.lua").read_bytes() for file in (*preamble, name)]
     return Script(name, b"".join(texts))
 
 
-GRANT, MARKER, UNIQUE = (load_script(name, "vote") for name in ("grant", "marker", "unique"))
+GRANT, MARKER, UNIQUE, NEWEST = (
+    load_script(name, "vote") for name in ("grant", "marker", "unique", "newest")
+)
 PERMIT = load_script("permit", "vote", "permits")
 REGISTER = load_script("register", "vote", "permits", "starts")
 TAKE = load_script("take", "vote", "tenure", "starts")
@@ -47,8 +49,8 @@ BREAK = load_script("break", "announce")
 GUARD, TRUST = (load_script(name, "tenure") for name in ("guard", "trust"))
 RENEW, FENCE = map(load_script, ("renew", "fence"))
 SCRIPTS = (
-    GRANT, PERMIT, RENEW, RELEASE, REGISTER, GUARD, TRUST, BREAK, UNIQUE, MARKER, TAKE, CANCEL,
-    RECORD, FENCE,
+    GRANT, PERMIT, RENEW, RELEASE, REGISTER, GUARD, TRUST, BREAK, UNIQUE, MARKER, NEWEST, TAKE,
+    CANCEL, RECORD, FENCE,
 )  # fmt: skip
 
 
@@ -56,7 +58,7 @@ def _number(value: float) -> bytes:
     return encode_bulk(b"%d" % value)
 
 
-_NOTHING = encode_bulk(b"")
+_PACKED_EMPTY = encode_bulk(b"")
 
 
 class Requests:
@@ -69,60 +71,80 @@ class Requests:
         names = b"".join((*map(encode_text, guard_keys(prefix)), self._fence)).replace(b"%", b"%%")
         inbox = encode_text(inbox_channel(prefix, "")).replace(b"%", b"%%")
         self._acquire = b"*12\r\n" + GRANT.by_digest + b"$1\r\n4\r\n%b" + names + b"%b%b%b"
-        self._asking = b"*13\r\n" + GRANT.by_digest + b"$1\r\n5\r\n%b" + names + b"%b%b%b%b"
+        self._acquire_with_marker = (
+            b"*13\r\n" + GRANT.by_digest + b"$1\r\n5\r\n%b" + names + b"%b%b%b%b"
+        )
         guards = b"".join(map(encode_text, guard_keys(prefix))).replace(b"%", b"%%")
         self._permit = b"*13\r\n" + PERMIT.by_digest + b"$1\r\n3\r\n%b" + guards + b"%b" * 5
-        self._permit_asking = b"*14\r\n" + PERMIT.by_digest + b"$1\r\n4\r\n%b" + guards + b"%b" * 6
+        self._permit_with_marker = (
+            b"*14\r\n" + PERMIT.by_digest + b"$1\r\n4\r\n%b" + guards + b"%b" * 6
+        )
         release = b"*8\r\n" + RELEASE.by_digest + b"$1\r\n2\r\n%b%b%b"
         self._release = release + inbox + b"%b"
-        self._release_quietly = release + _NOTHING + b"%b"
-        last = b"*11\r\n" + RELEASE.by_digest + b"$1\r\n3\r\n%b%b%b%b"
-        self._last = last + inbox + b"%b%b%b"
-        self._last_quietly = last + _NOTHING + b"%b%b%b"
+        self._release_quietly = release + _PACKED_EMPTY + b"%b"
+        with_marker = b"*11\r\n" + RELEASE.by_digest + b"$1\r\n3\r\n%b%b%b%b"
+        self._release_with_marker = with_marker + inbox + b"%b%b%b"
+        self._release_with_marker_quietly = with_marker + _PACKED_EMPTY + b"%b%b%b"
 
-    def acquire(self, lease: Lease, options: LockOptions, least: int | None) -> bytes:
-        """Return the request for a key. least: the proposed fencing token; None without fencing."""
-        key = lease.key
-        value = lease.packed_value
-        marker = options.marker
-        token = _NOTHING if least is None else _number(least)
-        if marker is None or marker.asks_since is None:
-            return self._acquire % (key.packed_name, value, key.ttl_ms, token)
-        asked = encode_text(completion_key(self._prefix, marker.run))
-        return self._asking % (key.packed_name, asked, value, key.ttl_ms, token)
+    def acquire(self, lease: Lease, options: LockOptions, min_token: int | None) -> bytes:
+        """Return the request for a key.
 
-    def permit(
-        self, lease: Lease, marker: CompletionMarker | None, first: int, asked: int | None
-    ) -> bytes:
-        """Return the request for one permit of a lock, whichever a node has free.
-
-        first: the permit at which each node begins its search. asked: the only permit that is
-        wanted; None: any.
+        min_token: the proposed fencing token; None without fencing.
         """
         key = lease.key
         value = lease.packed_value
-        wanted = _NOTHING if asked is None else _number(asked)
-        words = value, key.ttl_ms, key.packed_limit, _number(first), wanted
+        marker = options.marker
+        token = _PACKED_EMPTY if min_token is None else _number(min_token)
+        if marker is None or marker.asks_since is None:
+            return self._acquire % (key.packed_name, value, key.ttl_ms, token)
+        marker_key = encode_text(completion_key(self._prefix, marker.run))
+        return self._acquire_with_marker % (key.packed_name, marker_key, value, key.ttl_ms, token)
+
+    def permit(
+        self,
+        lease: Lease,
+        marker: CompletionMarker | None,
+        first_permit: int,
+        only_permit: int | None,
+    ) -> bytes:
+        """Return the request for one permit of a lock, whichever a node has free.
+
+        first_permit: the permit at which each node begins its search. only_permit: the permit that
+        is asked for; None for any.
+        """
+        key = lease.key
+        value = lease.packed_value
+        packed_permit = _PACKED_EMPTY if only_permit is None else _number(only_permit)
+        words = value, key.ttl_ms, key.packed_limit, _number(first_permit), packed_permit
         if marker is None or marker.asks_since is None:
             return self._permit % (key.base, *words)
-        return self._permit_asking % (
+        return self._permit_with_marker % (
             key.base,
             encode_text(completion_key(self._prefix, marker.run)),
             *words,
         )
 
-    def take(self, start: Start, first: int, asked: int | None, *, again: bool) -> bytes:
-        """Return the request for one permit of a rate; first, asked: as of `permit`.
+    def take(
+        self, start: Start, first_permit: int, only_permit: int | None, *, is_repeated: bool
+    ) -> bytes:
+        """Return the request for one permit of a rate.
 
-        again: the same start was asked for before.
+        start: its token and its rate. first_permit, only_permit: as in `permit`.
+        is_repeated: the same start was asked for before.
         """
         key = start.key
-        wanted = _NOTHING if asked is None else _number(asked)
-        words = start.packed_value, key.packed_rate, key.packed_kept, _number(first), wanted
+        packed_permit = _PACKED_EMPTY if only_permit is None else _number(only_permit)
+        words = (
+            start.packed_value,
+            key.packed_rate,
+            key.packed_kept,
+            _number(first_permit),
+            packed_permit,
+        )
         keys = (key.base, key.packed_tokens, *map(encode_text, guard_keys(self._prefix)))
         tenure = encode_text(tenure_key(self._prefix))
         head = b"*16\r\n" + TAKE.by_digest + _number(5)
-        return b"".join((head, *keys, tenure, *words, _number(again)))
+        return b"".join((head, *keys, tenure, *words, _number(is_repeated)))
 
     def cancel(self, start: Start) -> bytes:
         """Return the request that gives a start back. A node may have granted another permit."""
@@ -149,8 +171,8 @@ class Requests:
         count = len(leases)
         names = count + 1 + bool(note)
         head = b"*%d\r\n%b%b" % (3 + names + 3 * count, RENEW.by_digest, _number(names))
-        keys = [one.key.packed_name for one in leases]
-        renewals = [one.packed_renewal or _renewal(one) for one in leases]
+        keys = [lease.key.packed_name for lease in leases]
+        renewals = [lease.packed_renewal or _renewal(lease) for lease in leases]
         return b"".join((head, *keys, self._fence, note, *renewals))
 
     def release(
@@ -170,11 +192,21 @@ class Requests:
         key = lease.key
         value = lease.packed_value
         if marker is not None and ended_for is not None:
-            ended = encode_text(completion_key(self._prefix, marker.run))
+            marker_key = encode_text(completion_key(self._prefix, marker.run))
             kept_ms = math.ceil(marker.kept_for * 1000)
-            left = _number(max(1, kept_ms - int(ended_for * 1000)))
-            words = key.base, key.waiting, ended, value, key.packed_limit, _number(kept_ms), left
-            return (self._last if publish else self._last_quietly) % words
+            packed_left = _number(max(1, kept_ms - int(ended_for * 1000)))
+            words = (
+                key.base,
+                key.waiting,
+                marker_key,
+                value,
+                key.packed_limit,
+                _number(kept_ms),
+                packed_left,
+            )
+            if not publish:
+                return self._release_with_marker_quietly % words
+            return self._release_with_marker % words
         if not publish:
             return self._release_quietly % (key.base, key.waiting, value, key.packed_limit)
         if not lease.packed_release:
@@ -188,13 +220,13 @@ class Requests:
         name: str,
         since: float,
         limit: int | Rate = 0,
-        passed: int = 0,
+        turns_passed: int = 0,
     ) -> bytes:
         """Return the request that registers a process as a waiter.
 
         name: of `keys.name_of_lock` or `keys.name_of_rate`. since: seconds since 1970, when its
         first caller or message began to wait. limit: of the lock about whose permits it asks, or
-        the rate; 0: it does not ask. passed: how many waiters before it have had their turn.
+        the rate; 0: it does not ask. turns_passed: how many waiters before it have had their turn.
         """
         keys = [waiting_key(self._prefix, name)]
         resource, _ = waiting_for(name)
@@ -204,7 +236,7 @@ class Requests:
             keys.append(rate_keys(self._prefix, resource)[0])
         elif limit:
             keys.append(lock_key(self._prefix, resource))
-        words = f"{since:.3f}", f"{REGISTERED_FOR * 1000:.0f}", str(passed)
+        words = f"{since:.3f}", f"{REGISTRATION_TTL * 1000:.0f}", str(turns_passed)
         return REGISTER.call(keys, waiter, *words, inbox_channel(self._prefix, ""), *terms)
 
     def update(self, waiter: str, resource: str, since: float) -> bytes:
@@ -220,10 +252,10 @@ class Requests:
         return encode_command("ZREM", waiting_key(self._prefix, resource), waiter)
 
 
-def _renewal(one: Lease) -> bytes:
+def _renewal(lease: Lease) -> bytes:
     """Return the arguments of one key in a renewal. Kept, unless its fencing token may grow."""
-    token = 0 if one.fence is None else one.fence.token
-    words = one.packed_value + one.key.ttl_ms + (_number(token) if token else _NOTHING)
-    if one.fence is None:
-        one.packed_renewal = words
+    token = 0 if lease.fence is None else lease.fence.token
+    words = lease.packed_value + lease.key.ttl_ms + (_number(token) if token else _PACKED_EMPTY)
+    if lease.fence is None:
+        lease.packed_renewal = words
     return words

@@ -16,7 +16,7 @@ from celery_redlock.errors import NodeError
 from celery_redlock.lock.model.options import Guard
 from celery_redlock.lock.model.votes import quorum_of
 from celery_redlock.lock.platform.clock import Platform
-from celery_redlock.lock.platform.threads import PAUSES
+from celery_redlock.lock.platform.threads import TURN_TRIES, call_with
 from celery_redlock.lock.server.error_hints import hint_of, is_of_a_replica, strip_args
 from celery_redlock.lock.server.handshake import ServerInfo, handshake
 from celery_redlock.lock.server.requests import GUARD
@@ -24,14 +24,15 @@ from celery_redlock.lock.server.tenures import Tenure, Tenures, tenures_of
 from celery_redlock.lock.transport.address import Address
 from celery_redlock.lock.transport.command import TIME, Command, IgnoreReply, Question, read_list
 from celery_redlock.lock.transport.connection import Connection
-from celery_redlock.lock.transport.node import BUSY, Gate, Node
+from celery_redlock.lock.transport.node import CONNECTION_BUSY, Gate, Node
 from celery_redlock.lock.transport.nodes import Nodes
 
-REPLACED = "another server has served under its address since"
-LONGEST_IDLE = 0.9  # of the grace period: after that, another server may have granted; clocks drift
-AGREES = 0.25  # s: the least difference for which a wall clock of our own is not used
-MOST_REFUSALS = 100  # error texts that are remembered, so that each is logged once
-FORGOTTEN_AFTER = 3600.0  # seconds without the error
+SERVER_REPLACED = "another server has served under its address since"
+# of the grace period: after that, another server may have granted; clocks drift
+MAX_IDLE_SHARE = 0.9
+OWN_CLOCK_TOLERANCE = 0.25  # s: the least difference for which a wall clock of our own is not used
+MAX_REFUSALS = 100  # error texts that are remembered, so that each is logged once
+REFUSAL_LIFETIME = 3600.0  # seconds without the error
 
 
 class RestartGuard:
@@ -62,7 +63,7 @@ class RestartGuard:
             options.prefix, servers, lambda node: self.nodes.all[node].error is not None
         )
         # by node: seconds since 1970 by its clock, less the monotonic seconds; stays over a fork
-        self._ahead: dict[int, float] = {}
+        self._clock_offsets: dict[int, float] = {}
         self.nodes = Nodes(
             addresses,
             timeout,
@@ -75,7 +76,9 @@ class RestartGuard:
                 self._on_up,
             ),
             quorum=quorum_of(len(addresses)),
-            longest_idle=math.inf if options.mode == "off" else LONGEST_IDLE * options.grace_period,
+            longest_idle=math.inf
+            if options.mode == "off"
+            else MAX_IDLE_SHARE * options.grace_period,
         )
         self.forget()
 
@@ -100,14 +103,16 @@ class RestartGuard:
                 connection.peer.timed_at = now
                 node.send([(Command(TIME, IgnoreReply(self._on_time)), now, TIME)])
 
-    def learn_time(self, node: int, wall: float, at: float) -> None:
-        """Note a node's time. wall: seconds since 1970 by its clock; at: monotonic seconds."""
+    def learn_time(self, node: int, wall: float, read_at: float) -> None:
+        """Note a node's time. wall: seconds since 1970 by its clock; read_at: monotonic seconds."""
         connection = self.nodes.all[node].connection
-        self._ahead[node] = wall - (at if connection is None else max(at, connection.opened_at))
+        self._clock_offsets[node] = wall - (
+            read_at if connection is None else max(read_at, connection.opened_at)
+        )
 
-    def _on_time(self, node: int, sent: float, reply: Any) -> None:
+    def _on_time(self, node: int, sent_at: float, reply: Any) -> None:
         seconds, microseconds = map(int, read_list(reply, 2))
-        self.learn_time(node, seconds + microseconds / 1e6, sent)
+        self.learn_time(node, seconds + microseconds / 1e6, sent_at)
 
     def wall(self) -> float:
         """Return seconds since 1970 by the nodes' clocks: the median of the nodes that are known.
@@ -115,20 +120,21 @@ class RestartGuard:
         By the own wall clock if that agrees, so that the processes of a machine have one order; or
         if no node is known.
         """
-        known = sorted(self._ahead.copy().values())
-        own = self._clock.wall_us() / 1e6
-        if not known:
-            return own
-        wall = self._clock.now() + known[(len(known) - 1) // 2]
-        return own if abs(own - wall) < AGREES else wall
+        offsets = sorted(self._clock_offsets.copy().values())
+        own_wall = self._clock.wall_us() / 1e6
+        if not offsets:
+            return own_wall
+        wall = self._clock.now() + offsets[(len(offsets) - 1) // 2]
+        return own_wall if abs(own_wall - wall) < OWN_CLOCK_TOLERANCE else wall
 
     # called by the nodes
 
-    def _admit(self, node: int, info: ServerInfo, use: Callable[[], None]) -> None:
+    def _admit(self, node: int, info: ServerInfo, use_connection: Callable[[], None]) -> None:
         self._refuse_same_server(node, info.run_id)
         # in the turn: no vote is counted between the check of tenures and its consequences
-        if not self.nodes.reading.run_within(PAUSES, self._let_in, node, info, use):
-            raise NodeError(self.nodes.all[node].name, BUSY)  # the node connects again
+        arguments = node, info, use_connection
+        if not self.nodes.reading.run_within(TURN_TRIES, call_with, self._let_in, arguments):
+            raise NodeError(self.nodes.all[node].name, CONNECTION_BUSY)  # the node connects again
         self.nodes.report_broken()
         self._connected(self.nodes.all[node], info)
 
@@ -160,30 +166,32 @@ class RestartGuard:
         """Return whether no error with the same hint came lately: texts vary, as by a digest."""
         refusal = (node, at_connect, hint_of(text) or text)
         now = self._clock.now()
-        for one, at in self._refusals.copy().items():
-            if now - at > FORGOTTEN_AFTER:
-                self._refusals.pop(one, None)
+        for remembered, seen_at in self._refusals.copy().items():
+            if now - seen_at > REFUSAL_LIFETIME:
+                self._refusals.pop(remembered, None)
         is_news = refusal not in self._refusals
-        if is_news and len(self._refusals) >= MOST_REFUSALS:
+        if is_news and len(self._refusals) >= MAX_REFUSALS:
             return False
         self._refusals[refusal] = now
         return is_news
 
     # the tenures; all in the turn of reading, except for calls from `keep_alive`
 
-    def _let_in(self, index: int, info: ServerInfo, use: Callable[[], None]) -> None:
+    def _let_in(self, index: int, info: ServerInfo, use_connection: Callable[[], None]) -> None:
         if info.sent_tenures:
             self._learn(index, info.tenure, info.others)
             if self._tenures.ended(index, info.tenure):
-                raise NodeError(self.nodes.all[index].name, REPLACED)
+                raise NodeError(self.nodes.all[index].name, SERVER_REPLACED)
         info.sent_at = info.timed_at = self._clock.now()
         if info.wall is not None:
             self.learn_time(index, info.wall, info.sent_at)
-        use()
+        use_connection()
         self._exchange_tenures()
 
-    def _learn(self, index: int, own: Tenure | None, others: Sequence[Tenure | None]) -> None:
-        self._tenures.learn(index, own, others)
+    def _learn(
+        self, index: int, own_tenure: Tenure | None, other_tenures: Sequence[Tenure | None]
+    ) -> None:
+        self._tenures.learn(index, own_tenure, other_tenures)
         for node in self.nodes.all:
             connection = node.connection
             if connection is not None and self._tenures.ended(node.index, connection.peer.tenure):
@@ -195,11 +203,11 @@ class RestartGuard:
         The handshake of the next connection informs the server, which then abstains.
         """
         # first: if another thread has the node's turn, the drop comes later
-        connection.discarded = REPLACED
+        connection.discarded = SERVER_REPLACED
         self.replaced_at[node.index] = self._clock.now()
-        self.nodes.lose_replies(node, connection, REPLACED)
+        self.nodes.lose_replies(node, connection, SERVER_REPLACED)
         self._replaced(node.index)
-        node.drop(connection, REPLACED)
+        node.drop(connection, SERVER_REPLACED)
 
     def _exchange_tenures(self, every: float | None = None) -> None:
         """Exchange tenures with each connected node that lacks one, or every `every` seconds."""
@@ -211,34 +219,36 @@ class RestartGuard:
             if connection is None or not connection.run_id:
                 continue
             server: ServerInfo = connection.peer
-            told = self._tenures.told(node.index)
+            sent_tenures = self._tenures.arguments_for(node.index)
             # a node that could record nothing (read-only, or full) is asked again after `every`
-            has_news = server.sent_tenures != told and self._tenures.has_news(
+            has_news = server.sent_tenures != sent_tenures and self._tenures.has_news(
                 node.index, server.tenure
             )
-            is_told = server.tenure is None or not has_news
-            if is_told and (every is None or now - server.sent_at <= every):
+            is_informed = server.tenure is None or not has_news
+            if is_informed and (every is None or now - server.sent_at <= every):
                 continue
-            server.sent_tenures = told
+            server.sent_tenures = sent_tenures
             server.sent_at = now
-            request = GUARD.call(self._tenures.keys(node.index), *server.arguments, *told)
+            request = GUARD.call(self._tenures.keys(node.index), *server.arguments, *sent_tenures)
             learn = functools.partial(self._on_tenures, node.index, server)
             command = Command(request, Question([node.index], learn), GUARD)
             node.send([(command, now, request)])
 
     def _on_tenures(self, index: int, server: ServerInfo, reply: Any) -> None:
-        _, server.tenure, others = tenures_of(reply, len(self.nodes.all) + 1)
-        self._learn(index, server.tenure, others)
+        _, server.tenure, other_tenures = tenures_of(reply, len(self.nodes.all) + 1)
+        self._learn(index, server.tenure, other_tenures)
         self._exchange_tenures()
 
     def _refuse_same_server(self, index: int, run_id: str) -> None:
-        other = self._servers.setdefault(run_id, index) if run_id else index
-        if other != index and self.nodes.all[other].run_id not in ("", run_id):
-            other = self._servers[run_id] = index  # the other node has another server by now
-        if other != index:
+        connected_index = self._servers.setdefault(run_id, index) if run_id else index
+        if connected_index != index and self.nodes.all[connected_index].run_id not in ("", run_id):
+            connected_index = self._servers[run_id] = (
+                index  # the other node has another server by now
+            )
+        if connected_index != index:
             name = self.nodes.all[index].name
-            first = self.nodes.all[other].name
-            self.same_server = (first, name)
-            raise NodeError(name, f"is the same server as {first}")
+            connected_name = self.nodes.all[connected_index].name
+            self.same_server = (connected_name, name)
+            raise NodeError(name, f"is the same server as {connected_name}")
         if self.same_server is not None and self.nodes.all[index].name in self.same_server:
             self.same_server = None  # the node has its own server again

@@ -51,7 +51,7 @@ NODE_RIGHTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("+mget", ("MGET", _KEY)),
 )
 ACL_RULES = " ".join(["resetchannels", *(right for right, _ in NODE_RIGHTS)])
-_OF_A_NAME = re.compile(r"access (?:a|one of the) (?:key|channel)")  # Redis 7; Redis 6.2
+_NAME_DENIAL = re.compile(r"access (?:a|one of the) (?:key|channel)")  # Redis 7; Redis 6.2
 
 
 def commands_tried() -> list[tuple[str, ...]]:
@@ -73,7 +73,7 @@ def trial_words(command: Sequence[str], prefix: str) -> list[str]:
 
 def denied_right(command: Sequence[str], error: str, prefix: str) -> str:
     """Return the right that a command was denied for, as the server's error says it."""
-    if _OF_A_NAME.search(error):
+    if _NAME_DENIAL.search(error):
         for right, tried in NODE_RIGHTS:
             if not right.startswith("+") and tried[1] in command:
                 return right.replace("{prefix}", f"{{{prefix}}}")

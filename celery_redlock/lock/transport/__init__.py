@@ -18,8 +18,8 @@ Read `nodes.py` first: it writes to all nodes, waits, and calls the handlers of 
 - `address.py`: `Address`, `RedisAddress`, `parse_address`: URLs, TLS, Sentinels; connects and logs
   in, and says why that failed. The scheme chooses the kind of node: another kind (`lock/postgres`)
   has an address of its own.
-- `credentials.py`: `redact_url`, `make_provider`: what logs show of a URL, and the credential
-  provider that it names.
+- `credentials.py`: `redact_url`, `login_error`, `make_provider`: what logs show of a URL and of a
+  failed login; the credential provider that a URL names.
 
 Not here: votes, locks, keys, and which server may vote (`lock/server`). This folder imports only
 `lock/platform` and the errors.

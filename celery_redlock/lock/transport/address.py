@@ -39,6 +39,7 @@ from celery_redlock.lock.transport.connection import (
 from celery_redlock.lock.transport.credentials import (
     PROVIDER,
     ProviderError,
+    login_error,
     make_provider,
     redact_url,
 )
@@ -58,18 +59,8 @@ _SENTINEL_LOGIN = {"sentinel_username": "username", "sentinel_password": "passwo
 _QUERY = ["db", "username", "password", "client_name", "ssl", PROVIDER, *_TLS_OPTIONS]
 _QUERY += _SENTINEL_LOGIN
 _TLS_FILES = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
-_LOGIN = ("username", "password", PROVIDER, "redis_connect_func")
-_IS_CLOSED = re.compile("EOF occurred|[Cc]losed|[Rr]eset|Broken pipe")
-# The start of a server's reply to AUTH. Any other words may repeat the password.
-_REPLY_TO_AUTH = re.compile(
-    "(?:(?:WRONGPASS|NOAUTH|NOPERM|LOADING) )?(?:"
-    "invalid password|invalid username-password pair"
-    "|AUTH <password> called without any password configured for the default user"
-    "|Client sent AUTH, but no password is set|Invalid Username or Password"
-    "|Authentication required|DENIED .{,40}protected mode|max number of clients"
-    "|unknown command .?AUTH|wrong number of arguments for 'auth' command"
-    "|(?:Redis|Valkey) is loading the dataset in memory)"
-)
+_LOGIN_OPTIONS = ("username", "password", PROVIDER, "redis_connect_func")
+_CLOSED_TEXT = re.compile("EOF occurred|[Cc]losed|[Rr]eset|Broken pipe")
 
 
 class Address(Protocol):
@@ -140,13 +131,16 @@ class RedisAddress:
         except redis.RedisError as error:
             if type(error) in (redis.ConnectionError, redis.TimeoutError):  # no server's words
                 raise
-            raise redis.ConnectionError(_words_of_refusal(error)) from None
-        given = self.pool.connection_kwargs
-        commands = [("CLIENT", "SETNAME", given.get("client_name")), ("SELECT", given.get("db"))]
+            raise redis.ConnectionError(login_error(error)) from None
+        options = self.pool.connection_kwargs
+        commands = [
+            ("CLIENT", "SETNAME", options.get("client_name")),
+            ("SELECT", options.get("db")),
+        ]
         try:
-            for command in (sent := [words for words in commands if words[-1]]):
+            for command in (requests := [words for words in commands if words[-1]]):
                 connection.send_command(*command)
-            for _ in sent:
+            for _ in requests:
                 connection.read_response()
         except BaseException:
             connection.disconnect()
@@ -202,18 +196,23 @@ class RedisAddress:
         manager = self.pool.sentinel_manager
         errors = []
         service = self.pool.service_name
-        least = manager.min_other_sentinels
-        named = functools.partial(_named_primary, service=service, least=least)
+        min_sentinels = manager.min_other_sentinels
+        ask_primary = functools.partial(
+            _named_primary, service=service, min_sentinels=min_sentinels
+        )
         for sentinel in tuple(self.sentinels):
             try:
-                host, port = ask(sentinel, timeout, named)
+                host, port = ask(sentinel, timeout, ask_primary)
             except Exception as error:  # also an error of the user's credential provider
                 errors.append((sentinel, error))
                 continue
-            rest = [one for one in self.sentinels if one is not sentinel]
-            self.sentinels[:] = [sentinel, *rest]  # in one step: other threads read it
+            others = [other for other in self.sentinels if other is not sentinel]
+            self.sentinels[:] = [sentinel, *others]  # in one step: other threads read it
             return getattr(manager, "_force_master_ip", None) or host, port
-        causes = [f"Sentinel {one.name}: {one.cause_of(error, timeout)}" for one, error in errors]
+        causes = [
+            f"Sentinel {sentinel.name}: {sentinel.cause_of(error, timeout)}"
+            for sentinel, error in errors
+        ]
         raise redis.ConnectionError("; ".join(causes))
 
     def cause_of(self, error: BaseException, timeout: float) -> str:
@@ -236,7 +235,7 @@ class RedisAddress:
                     return f"cannot read {name}: {unread.strerror}"
         if isinstance(error, redis.TimeoutError) and self._answers_without_tls(timeout):
             return "it answers without TLS"
-        if isinstance(error, redis.ConnectionError) and _IS_CLOSED.search(text):
+        if isinstance(error, redis.ConnectionError) and _CLOSED_TEXT.search(text):
             return self._alert(timeout)
         return ""
 
@@ -249,7 +248,7 @@ class RedisAddress:
 
     def _alert(self, timeout: float) -> str:
         """Return the TLS alert after a handshake, which a failing write on the connection hides."""
-        connection = self._connect(timeout, **dict.fromkeys(_LOGIN))
+        connection = self._connect(timeout, **dict.fromkeys(_LOGIN_OPTIONS))
         try:
             connection._sock.recv(1)
         except ssl.SSLError as alert:
@@ -268,21 +267,11 @@ def ask(address: Address, timeout: float, do: Callable[[Any], T]) -> T:
         connection.disconnect()
 
 
-def _words_of_refusal(error: redis.RedisError) -> str:
-    """Return a server's reply to AUTH, as far as it cannot repeat the password."""
-    if isinstance(error, redis.InvalidResponse):
-        return "not a Redis server"
-    known = _REPLY_TO_AUTH.match(str(error))
-    if known:
-        return known[0]
-    is_login = isinstance(error, redis.AuthenticationError)
-    return f"{'invalid password' if is_login else 'refused'}: AUTH failed, in words not shown here"
-
-
-def _named_primary(connection: Any, service: str, least: int) -> tuple[str, int]:
+def _named_primary(connection: Any, service: str, min_sentinels: int) -> tuple[str, int]:
     """Return host and port of a service's primary that is up, as this Sentinel says.
 
-    By redis-py's own command, so the same rights suffice. least: how many Sentinels it must know.
+    The query is redis-py's own command, so it needs the same rights. min_sentinels: the number of
+    other Sentinels that this one must know.
     """
     connection.send_command("SENTINEL", "MASTERS")
     reply = connection.read_response()
@@ -291,7 +280,9 @@ def _named_primary(connection: Any, service: str, least: int) -> tuple[str, int]
         state = dict(zip(words[::2], words[1::2], strict=True))
         flags = state["flags"].split(",")
         is_up = "master" in flags and not {"s_down", "o_down"}.intersection(flags)
-        if state["name"] == service and is_up and int(state["num-other-sentinels"]) >= least:
+        if state["name"] != service or not is_up:
+            continue
+        if int(state["num-other-sentinels"]) >= min_sentinels:
             return state["ip"], int(state["port"])
     raise redis.ConnectionError(f"No master found for {service!r}")
 
@@ -306,34 +297,41 @@ def parse_address(node: Any, level: str, name: str) -> Address:
         return cast("Address", node)
     if isinstance(node, redis.Redis):
         return _address_of(node.connection_pool)
-    known = ", ".join(f"{scheme}://" for scheme in URL_SCHEMES)
+    schemes = ", ".join(f"{scheme}://" for scheme in URL_SCHEMES)
     if not isinstance(node, str):
-        hint = f"must be a URL ({known}) or a redis.Redis"
+        hint = f"must be a URL ({schemes}) or a redis.Redis"
         raise SettingsError(level, name, f"a {type(node).__name__}", hint)
     scheme, separator, _ = node.partition("://")
-    hint = f"a node's URL starts with one of {known}"
     if separator and scheme in POSTGRES_SCHEMES:
         return _postgres_address(node, level, name)
     if separator and scheme in URL_SCHEMES:
-        try:
-            if scheme != "sentinel":
-                pool = redis.ConnectionPool.from_url(node)
-                make_provider(pool.connection_kwargs)
-                pool.connection_class(**pool.connection_kwargs)  # raises for an unknown option
-                return _address_of(pool)
-            hint = _wrong_query(node.partition("?")[2])
-            if not hint:
-                return _sentinel_address(node)
-        except ProviderError as error:
-            hint = str(error)
-        except (ValueError, TypeError, NameError, redis.RedisError):
-            # the text of redis-py's error shows parts of the URL, so maybe of a password
-            hint = (
-                "is not a URL of a node; in user and password, write special characters with a "
-                "percent sign (%2F for /), and Sentinels as sentinel://host:port,[::1]:port/name; "
-                "a query has options of redis-py alone, those of TLS with rediss://"
-            )
+        return _redis_address(node, level, name)
+    hint = f"a node's URL starts with one of {schemes}"
     raise SettingsError(level, name, repr(redact_url(node)), hint)
+
+
+def _redis_address(url: str, level: str, name: str) -> RedisAddress:
+    """Return the address of a Redis node, or of the primary that Sentinels know."""
+    try:
+        if url.startswith("sentinel://"):
+            hint = _wrong_query(url.partition("?")[2])
+            if not hint:
+                return _sentinel_address(url)
+        else:
+            pool = redis.ConnectionPool.from_url(url)
+            make_provider(pool.connection_kwargs)
+            pool.connection_class(**pool.connection_kwargs)  # raises for an unknown option
+            return _address_of(pool)
+    except ProviderError as error:
+        hint = str(error)
+    except (ValueError, TypeError, NameError, redis.RedisError):
+        # the text of redis-py's error shows parts of the URL, so maybe of a password
+        hint = (
+            "is not a URL of a node; in user and password, write special characters with a "
+            "percent sign (%2F for /), and Sentinels as sentinel://host:port,[::1]:port/name; "
+            "a query has options of redis-py alone, those of TLS with rediss://"
+        )
+    raise SettingsError(level, name, repr(redact_url(url)), hint)
 
 
 def _postgres_address(url: str, level: str, name: str) -> Address:
@@ -342,7 +340,7 @@ def _postgres_address(url: str, level: str, name: str) -> Address:
     except ImportError as missing:
         if (missing.name or "psycopg").partition(".")[0] != "psycopg":
             raise
-        hint = 'needs psycopg: pip install "celery_redlock[postgresql]"'
+        hint = 'needs psycopg: pip install "psycopg[binary]>=3.2.4"'
         if not missing.name:  # psycopg is there, and finds no libpq
             hint = f"{hint}, and unset PSYCOPG_IMPL: {' '.join(str(missing).split())}"
     else:
@@ -361,16 +359,18 @@ def _postgres_address(url: str, level: str, name: str) -> Address:
 def _address_of(pool: Any) -> RedisAddress:
     service = getattr(pool, "service_name", None)
     if service is not None:  # names the Sentinels, too: two groups may use the same service name
-        sentinels = [_address_of(one.connection_pool) for one in pool.sentinel_manager.sentinels]
-        name = f"sentinel://{','.join(one.name for one in sentinels)}/{service}"
-        each = ",".join(sorted(one.server for one in sentinels))
-        return RedisAddress(name, f"sentinel://{each}/{service}", pool, sentinels=sentinels)
+        sentinels = [
+            _address_of(sentinel.connection_pool) for sentinel in pool.sentinel_manager.sentinels
+        ]
+        name = f"sentinel://{','.join(sentinel.name for sentinel in sentinels)}/{service}"
+        servers = ",".join(sorted(sentinel.server for sentinel in sentinels))
+        return RedisAddress(name, f"sentinel://{servers}/{service}", pool, sentinels=sentinels)
     options = pool.connection_kwargs
     if "path" in options:
         return RedisAddress(options["path"], options["path"], pool)
     host, port = _place_of(options)
-    shown = f"[{host}]" if ":" in host else host
-    return RedisAddress(f"{shown}:{port}", f"{_canonical(host)}:{port}", pool)
+    host_text = f"[{host}]" if ":" in host else host
+    return RedisAddress(f"{host_text}:{port}", f"{_canonical(host)}:{port}", pool)
 
 
 def _place_of(options: Mapping[str, Any]) -> tuple[str, int]:
@@ -387,8 +387,8 @@ def _canonical(host: str) -> str:
         return host.lower().rstrip(".")
 
 
-def unknown_option(name: str, known: Sequence[str], whose: str) -> str:
-    text = f"its query names {name!r}, which is not an option of {whose}"
+def unknown_option(name: str, known: Sequence[str], owner: str) -> str:
+    text = f"its query names {name!r}, which is not an option of {owner}"
     return f"{text}; {closest_or_all(name, known)}"
 
 
@@ -396,13 +396,13 @@ def _wrong_query(query: str) -> str:
     """Return what is wrong with the query of a sentinel:// URL; "" if all of it is used."""
     if "@" in query:
         raise ValueError("the rest of a password")
-    given = dict(parse_qsl(query, keep_blank_values=True, strict_parsing=True)) if query else {}
-    for name, value in given.items():
+    options = dict(parse_qsl(query, keep_blank_values=True, strict_parsing=True)) if query else {}
+    for name, value in options.items():
         if name not in _QUERY:
             return unknown_option(name, _QUERY, "Sentinels")
         if not value:
             return f"its query names {name!r} without a value"
-        if name in _TLS_OPTIONS and not is_on(given.get("ssl")):
+        if name in _TLS_OPTIONS and not is_on(options.get("ssl")):
             return f"its query names {name!r} without ssl=true, so without TLS"
     return ""
 
@@ -428,20 +428,22 @@ def _sentinel_address(url: str) -> RedisAddress:
     options = _parsed(f"redis://{login}{at}?{query}")
     make_provider(options)
     options["ssl"] = is_on(options.get("ssl"))
-    own = {one: options.pop(name) for name, one in _SENTINEL_LOGIN.items() if name in options}
-    own |= {name: value for name, value in options.items() if name.startswith("ssl")}
+    sentinel_options = {
+        option: options.pop(name) for name, option in _SENTINEL_LOGIN.items() if name in options
+    }
+    sentinel_options |= {name: value for name, value in options.items() if name.startswith("ssl")}
     if not service.strip("/"):
         raise ValueError("no service")
     places = [_place_in(entry) for entry in hosts.split(",")]
-    sentinel = Sentinel(places, sentinel_kwargs=own, **options)
+    sentinel = Sentinel(places, sentinel_kwargs=sentinel_options, **options)
     return _address_of(sentinel.master_for(service.strip("/")).connection_pool)
 
 
 def _place_in(entry: str) -> tuple[str, int]:
     """Return the parts of "host:port" or "[IPv6 address]:port"; raises ValueError."""
-    found = re.fullmatch(r"(?:\[(?P<address>[^][]+)\]|(?P<host>[^][:]+)):(?P<port>[0-9]+)", entry)
-    if found is None:
+    match = re.fullmatch(r"(?:\[(?P<address>[^][]+)\]|(?P<host>[^][:]+)):(?P<port>[0-9]+)", entry)
+    if match is None:
         raise ValueError("not host:port")
-    if found["address"]:
-        ipaddress.IPv6Address(found["address"])
-    return found["address"] or found["host"], int(found["port"])
+    if match["address"]:
+        ipaddress.IPv6Address(match["address"])
+    return match["address"] or match["host"], int(match["port"])

@@ -25,13 +25,13 @@ def encoded(text: str) -> bytes:
     return text.encode("utf-8", "surrogatepass")
 
 
-def encode_bulk(word: bytes) -> bytes:
-    return b"$%d\r\n%b\r\n" % (len(word), word)
+def encode_bulk(data: bytes) -> bytes:
+    return b"$%d\r\n%b\r\n" % (len(data), data)
 
 
 def encode_text(text: str) -> bytes:
-    word = text.encode("utf-8", "surrogatepass")  # as `encoded`, but in one call: made for each try
-    return b"$%d\r\n%b\r\n" % (len(word), word)
+    data = text.encode("utf-8", "surrogatepass")  # as `encoded`, but in one call: made for each try
+    return b"$%d\r\n%b\r\n" % (len(data), data)
 
 
 def encode_words(words: Iterable[str]) -> bytes:
@@ -71,12 +71,12 @@ def text_of(reply: Any) -> str:
         return reply.decode(errors="replace")
 
 
-MOST_ITEMS = 1000  # of a list in a reply; no script or command of ours gets a longer one
-MOST_BYTES = 1 << 20  # of a text in a reply
+MAX_REPLY_ITEMS = 1000  # of a list in a reply; no script or command of ours gets a longer one
+MAX_REPLY_BYTES = 1 << 20  # of a text in a reply
 INCOMPLETE = object()  # what `ReplyReader.gets` returns if there is no complete reply
-_GRANTS = frozenset(b":1\r\n" * count for count in (1, 2))  # most replies: a release, a grant
+_PLAIN_GRANTS = frozenset(b":1\r\n" * count for count in (1, 2))  # most replies: a release, a grant
 # in each header that is too large, and perhaps in a text, if kinds and digits are made one each
-_LARGE = b"*0000"
+_LARGE_HEADER = b"*0000"
 _HEADER_KINDS = bytes.maketrans(b">~%|$=123456789", b"******000000000")
 # any lines that are no header; then the header of a list or of a text, if it is complete
 _HEADER = re.compile(
@@ -92,41 +92,42 @@ class ReplyReader:
     size: most of a list, and bytes of a text.
     """
 
-    __slots__ = ("_fed", "_is_open", "_items", "_reader", "_rest", "_size", "_skip", "gets")
+    __slots__ = ("_is_open", "_items", "_partial_line", "_reader", "_size", "_skip", "_unchecked",
+                 "gets")  # fmt: skip
 
-    def __init__(self, items: int = MOST_ITEMS, size: int = MOST_BYTES) -> None:
+    def __init__(self, items: int = MAX_REPLY_ITEMS, size: int = MAX_REPLY_BYTES) -> None:
         self._items = items
         self._size = size
         self._reader = hiredis.Reader(notEnoughData=INCOMPLETE)
         self.gets: Callable[[], Any] = self._reader.gets
-        self._fed = b""  # the last bytes, if they begin with a line and are not parsed here
+        self._unchecked = b""  # the last bytes, if they begin with a line and are not parsed here
         self._is_open = False  # `_check` ended within a header or a text
-        self._rest = b""  # an incomplete line
+        self._partial_line = b""  # an incomplete line
         self._skip = 0  # bytes of a text that are still to come
 
     def feed(self, data: bytes) -> None:
         """Add the next bytes of a connection; raise OSError for a header that is too large."""
         reader = self._reader
-        is_small = data in _GRANTS or (
-            data[-1:] == b"\n" and _LARGE not in data.translate(_HEADER_KINDS)
+        is_small = data in _PLAIN_GRANTS or (
+            data[-1:] == b"\n" and _LARGE_HEADER not in data.translate(_HEADER_KINDS)
         )
         # hiredis does not count the first byte of a header that has come alone: `_is_open` does
         if is_small and not self._is_open and not reader.has_data():
-            self._fed = data
+            self._unchecked = data
         else:
-            self._check(self._fed + data)
-            self._fed = b""
+            self._check(self._unchecked + data)
+            self._unchecked = b""
         reader.feed(data)
 
     def _check(self, data: bytes) -> None:
-        data = self._rest + data
+        data = self._partial_line + data
         position = self._skip
         while position < len(data):
-            found = _HEADER.match(data, position)
-            if found is None or found.end() == position:
+            match = _HEADER.match(data, position)
+            if match is None or match.end() == position:
                 break
-            position = found.end()
-            items, size = found.groups()
+            position = match.end()
+            items, size = match.groups()
             if items is not None and int(items) > self._items:
                 raise OSError(f"a reply of {int(items)} items: no Redis server for locks")
             # hiredis refuses a size below -1, by which this would go back, and never end
@@ -134,10 +135,10 @@ class ReplyReader:
                 if int(size) > self._size:
                     raise OSError(f"a reply of {int(size)} bytes: no Redis server for locks")
                 position += int(size) + 2  # and the end of its line
-        self._rest = data[position:]
+        self._partial_line = data[position:]
         self._skip = max(0, position - len(data))
         self._is_open = position != len(data)
-        if len(self._rest) > MOST_BYTES:
+        if len(self._partial_line) > MAX_REPLY_BYTES:
             raise OSError("a reply with a line that does not end")
 
 
@@ -153,8 +154,8 @@ def outline_of(reply: Any, depth: int = 2) -> str:
     if reply is None:
         return "nil"
     if isinstance(reply, (list, tuple)):
-        inside = [outline_of(word, depth - 1) for word in reply[:5]] if depth else ["..."]
-        return f"[{', '.join([*inside, *(['...'] if len(reply) > 5 else [])])}]"
+        outlines = [outline_of(item, depth - 1) for item in reply[:5]] if depth else ["..."]
+        return f"[{', '.join([*outlines, *(['...'] if len(reply) > 5 else [])])}]"
     if isinstance(reply, (bytes, str)):
         return repr(reply) if len(reply) <= 16 else f"a text of {len(reply)}"
     return repr(reply) if isinstance(reply, (bool, int, float)) else f"a {type(reply).__name__}"
@@ -198,8 +199,8 @@ class Handler(Protocol):
         So an unwanted command is never written after a command that was sent once this was False.
         """
 
-    def on_reply(self, node: int, sent: float, reply: Any, run_id: str) -> None:
-        """Handle a reply. sent: monotonic seconds before the write. run_id: of the server."""
+    def on_reply(self, node: int, sent_at: float, reply: Any, run_id: str) -> None:
+        """Handle a reply. sent_at: monotonic seconds before the write. run_id: of the server."""
 
     def on_error(self, node: int, command: Command, error: NodeError) -> None:
         """Handle an error: no reply will come. The command may have run, or may still run later."""
@@ -232,9 +233,9 @@ class IgnoreReply:
     def __init__(self, hear: Callable[[int, float, Any], object] | None = None) -> None:
         self._hear = hear
 
-    def on_reply(self, node: int, sent: float, reply: Any, run_id: str) -> None:
+    def on_reply(self, node: int, sent_at: float, reply: Any, run_id: str) -> None:
         if self._hear is not None and type(reply) is not hiredis.ReplyError:
-            self._hear(node, sent, reply)
+            self._hear(node, sent_at, reply)
 
     def on_error(self, *_: Any) -> None: ...
 
@@ -278,9 +279,9 @@ class Question(Round):
 
     wanted = True
 
-    def __init__(self, nodes: Iterable[int], read: Callable[[Any], Any]) -> None:
+    def __init__(self, nodes: Iterable[int], read_value: Callable[[Any], Any]) -> None:
         super().__init__()
-        self._read = read
+        self._read = read_value
         self._replies: dict[int, Any] = {}
         self._due = set(nodes)
 
@@ -293,15 +294,15 @@ class Question(Round):
     def voted(self) -> int:
         return len(self._replies)
 
-    def on_reply(self, node: int, sent: float, reply: Any, run_id: str) -> None:
+    def on_reply(self, node: int, sent_at: float, reply: Any, run_id: str) -> None:
         is_error = type(reply) is hiredis.ReplyError
         self._replies[node] = reply if is_error else self._read(reply)
-        self._heard(node)
+        self._note_reply(node)
 
     def on_error(self, node: int, command: Command, error: NodeError) -> None:
-        self._heard(node)
+        self._note_reply(node)
 
-    def _heard(self, node: int) -> None:
+    def _note_reply(self, node: int) -> None:
         self._due.discard(node)
         if not self._due:
             self.decide()

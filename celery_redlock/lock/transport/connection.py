@@ -25,15 +25,15 @@ from celery_redlock.lock.platform.threads import keeping_gil
 from celery_redlock.lock.transport.command import INCOMPLETE, Entry, ReplyReader, encode_command
 
 POISONED = "an exception interrupted a command"
-ENDED = "connection closed by the server"
+CLOSED_BY_SERVER = "connection closed by the server"
 # said by the server itself: no command in flight was executed
-ENDED_BY_TIMEOUT = "closed by the server's idle_session_timeout"
+CLOSED_BY_TIMEOUT = "closed by the server's idle_session_timeout"
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)  # SO_LINGER: unsent bytes go with the connection
-MOST_AT_ONCE = 65536  # bytes of a read
-LONGEST_TALK = 60.0  # seconds for all replies on a new connection: a scan needs many
+MAX_READ_BYTES = 65536  # bytes of a read
+MAX_DIALOGUE = 60.0  # seconds for all replies on a new connection: a scan needs many
 # of a reply that an operator asks for
-MOST_NAMES = 1_000_000
-MOST_TEXT = 1 << 26
+MAX_LISTED_ITEMS = 1_000_000
+MAX_LISTED_BYTES = 1 << 26
 CLOCK = SystemClock()
 
 
@@ -58,8 +58,9 @@ class Connection(Protocol):
 
     poisoned: an exception interrupted a write or a read. discarded: the reason if no further reply
     of this connection counts. opened_at, used_at: monotonic seconds: connected, last written to.
-    struck: the last reply whose handler raised. write_buffer: not empty if bytes have yet to leave.
-    is_tls: reading and writing share one state, which two threads must not use at once.
+    interrupted_reply: the last reply whose handler raised. write_buffer: not empty if bytes have
+    yet to leave. is_tls: reading and writing share one state, which two threads must not use at
+    once.
     """
 
     peer: Any  # of the class that `Gate.handshake` returns
@@ -71,13 +72,13 @@ class Connection(Protocol):
     used_at: float
     in_flight: deque[Entry]
     replies: deque[tuple[Entry, Any]]
-    struck: tuple[Entry, Any] | None
+    interrupted_reply: tuple[Entry, Any] | None
     write_buffer: bytes
     socket: Any
 
-    def write(self, entries: Sequence[Entry], *, keeps_gil: bool = True) -> None: ...
+    def write(self, entries: Sequence[Entry], keeps_gil: bool = True) -> None: ...
 
-    def read(self, *, keeps_gil: bool = True) -> None: ...
+    def read(self, keeps_gil: bool = True) -> None: ...
 
     def close(self, *, reset: bool) -> None: ...
 
@@ -93,9 +94,9 @@ class RedisConnection:
     `in_flight` or in `replies`, or for a moment in both, until its handler has the reply.
     """
 
-    __slots__ = ("_add", "_dialled", "_gets", "_reader", "_ways", "discarded", "in_flight",
-                 "is_tls", "opened_at", "peer", "poisoned", "replies", "run_id", "socket",
-                 "struck", "suffix", "used_at", "write_buffer")  # fmt: skip
+    __slots__ = ("_add", "_dialled", "_gets", "_reader", "_sockets", "discarded", "in_flight",
+                 "interrupted_reply", "is_tls", "opened_at", "peer", "poisoned", "replies",
+                 "run_id", "socket", "suffix", "used_at", "write_buffer")  # fmt: skip
 
     def __init__(self, dialled: Any, peer: Peer) -> None:
         self._dialled = dialled
@@ -114,17 +115,18 @@ class RedisConnection:
             unyielding = UnyieldingTlsSocket(self.socket)
         elif isinstance(self.socket, socket.socket):  # not a simulated one
             unyielding = UnyieldingSocket(self.socket)
-        self._ways = self.socket, unyielding  # by `keeps_gil`
+        self._sockets = self.socket, unyielding  # by `keeps_gil`
         self._reader = ReplyReader()
         self.in_flight: deque[Entry] = deque()
         self.replies: deque[tuple[Entry, Any]] = deque()
         # bound once: each reply would look them up
         self._gets = self._reader.gets
         self._add = self.replies.append
-        self.struck: tuple[Entry, Any] | None = None  # the last reply whose handler raised
+        # the last reply whose handler raised
+        self.interrupted_reply: tuple[Entry, Any] | None = None
         self.write_buffer = b""
 
-    def write(self, entries: Sequence[Entry], *, keeps_gil: bool = True) -> None:
+    def write(self, entries: Sequence[Entry], keeps_gil: bool = True) -> None:
         """Write commands. Bytes that the socket does not accept stay in `write_buffer`.
 
         keeps_gil: as in `Node.send`. Raises OSError; the commands are in flight then, too.
@@ -135,31 +137,40 @@ class RedisConnection:
                 refuse(POISONED)
             suffix = self.suffix
             if len(entries) == 1:
-                command, _, text = entries[0]
-                data = text + suffix if command.suffixed else text
+                command, _, data = entries[0]
+                if command.suffixed:
+                    data += suffix
             else:
-                data = b"".join([t + suffix if c.suffixed else t for c, _, t in entries])
-            if self.write_buffer:
-                data = self.write_buffer + data
+                parts = [
+                    text + suffix if command.suffixed else text for command, _, text in entries
+                ]
+                data = b"".join(parts)
+            remainder = self.write_buffer
+            if remainder:
+                data = remainder + data
             try:
-                sent = self._ways[keeps_gil].send(data)
+                sent_bytes = self._sockets[keeps_gil].send(data)
             except (BlockingIOError, ssl.SSLWantWriteError, ssl.SSLWantReadError):
-                sent = 0
-            if sent < len(data) or self.write_buffer:
-                self.write_buffer = data[sent:]
+                sent_bytes = 0
+            if remainder or sent_bytes < len(data):
+                self.write_buffer = data[sent_bytes:]
         except OSError:
             raise
         except BaseException:
             self.poisoned = True
             raise
 
-    def read(self, *, keeps_gil: bool = True) -> None:
+    def read(self, keeps_gil: bool = True) -> None:
         """Read, and move complete replies to `replies`. Raises OSError at the connection's end."""
         if self.poisoned:
             refuse(POISONED)
         try:
-            way = self._ways[keeps_gil]
-            received = receive(way) if self.is_tls else way.recv(MOST_AT_ONCE) or refuse(ENDED)
+            sock = self._sockets[keeps_gil]
+            received = (
+                receive(sock)
+                if self.is_tls
+                else sock.recv(MAX_READ_BYTES) or refuse(CLOSED_BY_SERVER)
+            )
             self._reader.feed(received)
             self._move_replies()  # without a loop here: see `JobQueue.go_on`
         except IndexError:
@@ -202,8 +213,8 @@ class DialledParser(DefaultParser):  # type: ignore[misc, valid-type]
     def on_connect(self, connection: Any, **_: Any) -> None:
         self._socket = connection._sock
         self._timeout = connection.socket_timeout
-        self._reader = ReplyReader(MOST_NAMES, MOST_TEXT)
-        self._end = CLOCK.now() + LONGEST_TALK
+        self._reader = ReplyReader(MAX_LISTED_ITEMS, MAX_LISTED_BYTES)
+        self._end = CLOCK.now() + MAX_DIALOGUE
 
     def read_response(self, *_: Any, **__: Any) -> Any:
         """Return the next reply, or the error that it is. Raises redis.RedisError."""
@@ -229,15 +240,19 @@ class DialledParser(DefaultParser):  # type: ignore[misc, valid-type]
         return refusal
 
     def _received(self, until: float) -> Any:
-        left = until - CLOCK.now()
-        if left <= 0:
+        remaining = until - CLOCK.now()
+        if remaining <= 0:
             raise TimeoutError
-        self._socket.settimeout(left)
-        if not (data := self._socket.recv(MOST_AT_ONCE)):
-            raise ConnectionError(ENDED)
+        self._socket.settimeout(remaining)
+        if not (data := self._socket.recv(MAX_READ_BYTES)):
+            raise ConnectionError(CLOSED_BY_SERVER)
         return data
 
 
+# A new buffer for each read would be 64 KiB of zeros. A reader takes one out of the list: no other
+# thread, and no finalizer or signal handler between two of its lines, reads into the same one.
+_free_buffers: list[ctypes.Array[ctypes.c_char]] = []
+_SEND_FLAGS = socket.MSG_DONTWAIT | getattr(socket, "MSG_NOSIGNAL", 0)
 _send = keeping_gil.send
 _recv = keeping_gil.recv
 for _call in (_send, _recv):
@@ -256,18 +271,27 @@ class UnyieldingSocket:
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
+        self._descriptor = sock.fileno  # asked each time: a closed socket has none
 
     def send(self, data: bytes) -> int:
-        flags = socket.MSG_DONTWAIT | getattr(socket, "MSG_NOSIGNAL", 0)
-        return _checked(_send(self._socket.fileno(), data, len(data), flags))
+        count: int = _send(self._descriptor(), data, len(data), _SEND_FLAGS)
+        return count if count >= 0 else _checked(count)
 
     def recv(self, size: int) -> bytes:
         return self._received(size, socket.MSG_DONTWAIT)
 
     def _received(self, size: int, flags: int) -> bytes:
-        buffer = ctypes.create_string_buffer(size)
-        count = _checked(_recv(self._socket.fileno(), buffer, size, flags))
-        return buffer.raw[:count]
+        try:
+            buffer = _free_buffers.pop()
+        except IndexError:
+            buffer = ctypes.create_string_buffer(MAX_READ_BYTES)
+        try:
+            length = min(size, MAX_READ_BYTES)
+            count = _checked(_recv(self._descriptor(), buffer, length, flags))
+            data: bytes = buffer[:count]  # type: ignore[assignment]
+            return data
+        finally:
+            _free_buffers.append(buffer)
 
 
 class UnyieldingTlsSocket(UnyieldingSocket):
@@ -298,13 +322,13 @@ def receive(sock: Any) -> bytes:
     """Return what a non-blocking socket has received, perhaps b""; raise OSError at its end."""
     data: bytes | None = None
     try:
-        data = sock.recv(MOST_AT_ONCE)
+        data = sock.recv(MAX_READ_BYTES)
         if data and hasattr(sock, "pending"):  # TLS: decrypted already
             while sock.pending():
-                data += sock.recv(MOST_AT_ONCE)
+                data += sock.recv(MAX_READ_BYTES)
     except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
         return data or b""
-    return data or refuse(ENDED)
+    return data or refuse(CLOSED_BY_SERVER)
 
 
 class PubSub(Protocol):

@@ -17,20 +17,20 @@ from redis.backoff import ExponentialBackoff
 from celery_redlock.errors import NodeError
 from celery_redlock.label import escaped
 from celery_redlock.lock.platform.clock import Platform
-from celery_redlock.lock.platform.threads import PAUSES, DeadlineTimer, JobQueue
+from celery_redlock.lock.platform.threads import TURN_TRIES, DeadlineTimer, JobQueue, call_with
 from celery_redlock.lock.transport.address import Address
 from celery_redlock.lock.transport.command import Entry
 from celery_redlock.lock.transport.connection import Connection, GarbledError, Peer, connect_budget
 
-LONGEST_RECONNECT = 1.0  # seconds between two tries to reach a node
-RECONNECT = ExponentialBackoff(cap=LONGEST_RECONNECT, base=0.05)
-BUSY = "another thread was at its connection for too long"
+MAX_RECONNECT_PAUSE = 1.0  # seconds between two tries to reach a node
+RECONNECT_BACKOFF = ExponentialBackoff(cap=MAX_RECONNECT_PAUSE, base=0.05)
+CONNECTION_BUSY = "another thread was at its connection for too long"
 # causes that are no failure of the node
-STALE = "idle for too long: another server may have answered meanwhile"
+IDLE_TOO_LONG = "idle for too long: another server may have answered meanwhile"
 ENDED_IDLE = "closed by the server while no command waited"
-UNREAD_FOR = 1.0  # seconds without a write, after which a connection may be at its end
-LONGEST_CAUSE = 500  # characters of an error that are kept
-LINGER = 30.0  # seconds that the connecting thread waits for its next use
+UNREAD_LIMIT = 1.0  # seconds without a write, after which a connection may be at its end
+MAX_CAUSE_LENGTH = 500  # characters of an error that are kept
+CONNECTOR_IDLE_LIMIT = 30.0  # seconds that the connecting thread waits for its next use
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class Node:
         self.timeout = timeout
         self.connect_budget = connect_budget(timeout)
         self._longest_idle = longest_idle
-        self._unread_for = min(UNREAD_FOR, longest_idle)
+        self._unread_for = min(UNREAD_LIMIT, longest_idle)
         self._platform = platform
         self._clock = platform.clock
         self._mailbox = mailbox
@@ -133,29 +133,29 @@ class Node:
     def is_used(self) -> bool:
         return self.connection is not None or self._connector is not None
 
-    def send(self, entries: Sequence[Entry], *, keeps_gil: bool = True) -> None:
+    def send(self, entries: Sequence[Entry], keeps_gil: bool = True) -> None:
         """Write commands that are wanted, or keep them for a connection that is being made.
 
         Never waits. Commands that cannot be written are reported. keeps_gil: do not release the GIL
         in the system call, so that C code in another thread cannot take it. It is a little slower.
         """
         jobs = self.jobs
-        if jobs.pending or not jobs.lock.run(self._write, entries, keeps_gil):
+        if jobs.pending or not jobs.lock.run_pair(self._write, entries, keeps_gil):
             jobs.pending.append(functools.partial(self._write, entries))
         if jobs.pending:
             jobs.go_on()
 
-    def receive(self, *, keeps_gil: bool = True) -> Connection | None:
+    def receive(self, keeps_gil: bool = True) -> Connection | None:
         """Return the connection, with what has come in its `replies`; None if there is none."""
         connection = self.connection
         if connection is None:
             return None
         try:
             if connection.is_tls:
-                if not self.jobs.lock.run(functools.partial(connection.read, keeps_gil=keeps_gil)):
+                if not self.jobs.lock.run(functools.partial(connection.read, keeps_gil)):
                     return None
             else:
-                connection.read(keeps_gil=keeps_gil)
+                connection.read(keeps_gil)
         except OSError as error:
             self.drop(connection, _cause_of(connection, error))
         if connection.write_buffer:
@@ -209,32 +209,33 @@ class Node:
 
     def _write(self, entries: Sequence[Entry], keeps_gil: bool = True) -> None:
         connection = self.connection
-        wanted = entries
-        if connection is not None and entries[-1][1] - connection.used_at > self._unread_for:
-            connection = self._unless_ended(connection, entries[-1][1])
-        for command, _, _ in entries:
-            if not command.handler.wanted:
-                wanted = [entry for entry in entries if entry[0].handler.wanted]
+        wanted_entries = entries
+        sent_at = entries[-1][1]
+        if connection is not None and sent_at - connection.used_at > self._unread_for:
+            connection = self._unless_ended(connection, sent_at)
+        for entry in entries:
+            if not entry[0].handler.wanted:
+                wanted_entries = [entry for entry in entries if entry[0].handler.wanted]
                 break
         if connection is not None:
             try:
-                if wanted:
-                    connection.write(wanted, keeps_gil=keeps_gil)
-                    connection.used_at = wanted[-1][1]
+                if wanted_entries:
+                    connection.write(wanted_entries, keeps_gil)
+                    connection.used_at = sent_at
             except OSError as error:
                 self._give_up(connection, _text_of(error))
             else:
                 if connection.write_buffer:
                     self._mailbox.rearm()
         elif self._start_connecting():
-            self._queued += wanted
+            self._queued += wanted_entries
         else:
-            why = self.error or NodeError(self.name, "not connected")
-            self._mailbox.put(Report(self.index, deque(entries), why, None))
+            failure = self.error or NodeError(self.name, "not connected")
+            self._mailbox.put(Report(self.index, deque(entries), failure, None))
 
     def _unless_ended(self, connection: Connection, now: float) -> Connection | None:
         """Return a connection without a recent write; give it up if it has ended, or is too old."""
-        cause = STALE if now - connection.used_at > self._longest_idle else ""
+        cause = IDLE_TOO_LONG if now - connection.used_at > self._longest_idle else ""
         if not cause and not connection.in_flight:
             try:
                 connection.read()  # otherwise a command would be lost with it
@@ -256,18 +257,18 @@ class Node:
         if self.connection is not connection:
             return
         error = NodeError(self.name, cause, lost=True)
-        rests = cause == ENDED_IDLE
+        needs_rest = cause == ENDED_IDLE
         if self.overdue(self._clock.now()):
             self._failures = 1  # callers do not wait for the next connect
             if (canceller := connection.canceller()) is not None:
                 self._cancellers.append(canceller)
-                rests = True
+                needs_rest = True
         # Emptied and closed in the turn of reading. Otherwise a thread that has read a reply would
         # match it with the next command, or a thread at the socket would read another file.
         # Reported first: after an exception it is reported twice, but no command is lost.
         self._mailbox.put(Report(self.index, connection.in_flight, error, connection))
         # a server that ends or blocks each new connection would be connected to without a rest
-        rest_until = connection.opened_at + LONGEST_RECONNECT if rests else 0.0
+        rest_until = connection.opened_at + MAX_RECONNECT_PAUSE if needs_rest else 0.0
         self.connection = None
         self.error = error
         self._retry_at = rest_until
@@ -318,18 +319,22 @@ class Node:
         self.connection = connection
         self.run_id = connection.run_id
         if self._queued:  # written now: ages in the replies count from the write
-            self._write([(c, sent if c.dated else now, text) for c, sent, text in self._queued])
+            entries = [
+                (command, sent_at if command.dated else now, request)
+                for command, sent_at, request in self._queued
+            ]
+            self._write(entries)
         self._queued = []
         self._mailbox.rearm()
 
     def _connect_failed(self, error: NodeError) -> None:
-        rest = RECONNECT.compute(self._failures)
+        pause = RECONNECT_BACKOFF.compute(self._failures)
         self._mailbox.put(Report(self.index, deque(self._queued), error, None))
         self._queued = []
         self._connecting = False
         self.error = error
         self._failures = min(self._failures + 1, 16)
-        self._retry_at = self._clock.now() + rest
+        self._retry_at = self._clock.now() + pause
 
     def _end_connector(self, connector: DeadlineTimer) -> None:
         if self._connector is connector:
@@ -342,7 +347,7 @@ class Node:
 
     def _serve_connects(self, connector: DeadlineTimer) -> None:
         """Keep the thread for later requests: under gevent, a new one costs an event loop."""
-        while connector.sleep(LINGER):
+        while connector.sleep(CONNECTOR_IDLE_LIMIT):
             if self._closed:
                 return
             if self.connection is None:
@@ -357,8 +362,8 @@ class Node:
         connection = self.address.connection(dialled, info)
 
         def use() -> None:  # not as a job: the connection may be refused before a job runs
-            if not self.jobs.lock.run_within(PAUSES, self._use, connection):
-                raise NodeError(self.name, BUSY)
+            if not self.jobs.lock.run_within(TURN_TRIES, call_with, self._use, (connection,)):
+                raise NodeError(self.name, CONNECTION_BUSY)
             self.jobs.go_on()
 
         self._gate.admit(self.index, info, use)
@@ -379,7 +384,7 @@ class Node:
                 dialled.disconnect()
             if not isinstance(error, NodeError):
                 cause = self.address.cause_of(error, self.timeout)
-                error = NodeError(self.name, escaped(cause.rstrip("."), LONGEST_CAUSE))
+                error = NodeError(self.name, escaped(cause.rstrip("."), MAX_CAUSE_LENGTH))
             self.jobs.do(functools.partial(self._connect_failed, error))
 
 
@@ -389,4 +394,4 @@ def _cause_of(connection: Connection, error: OSError) -> str:
 
 
 def _text_of(error: OSError) -> str:
-    return escaped(str(error).strip().rstrip(".") or type(error).__name__, LONGEST_CAUSE)
+    return escaped(str(error).strip().rstrip(".") or type(error).__name__, MAX_CAUSE_LENGTH)

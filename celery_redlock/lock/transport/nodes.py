@@ -19,7 +19,7 @@ import hiredis
 
 from celery_redlock.errors import NodeError
 from celery_redlock.lock.platform.clock import Platform
-from celery_redlock.lock.platform.threads import PAUSES
+from celery_redlock.lock.platform.threads import TURN_TRIES
 from celery_redlock.lock.transport.address import Address
 from celery_redlock.lock.transport.command import (
     IGNORE_REPLY,
@@ -32,24 +32,26 @@ from celery_redlock.lock.transport.command import (
     Script,
     UnexpectedReplyError,
 )
-from celery_redlock.lock.transport.connection import ENDED_BY_TIMEOUT, Connection, connect_budget
+from celery_redlock.lock.transport.connection import CLOSED_BY_TIMEOUT, Connection, connect_budget
 from celery_redlock.lock.transport.node import (
     ENDED_IDLE,
-    LONGEST_RECONNECT,
-    STALE,
+    IDLE_TOO_LONG,
+    MAX_RECONNECT_PAUSE,
     Gate,
     Mailbox,
     Node,
     Report,
 )
-from celery_redlock.lock.transport.poller import LONGEST_DOZE, PollerPool
+from celery_redlock.lock.transport.poller import MAX_DOZE, PollerPool
 
 T = TypeVar("T")
 
 _jobs_of = operator.attrgetter("jobs.pending")
-AGAIN = re.compile("NOSCRIPT|TRYAGAIN")  # errors after which a script is sent again
+RESEND_ERRORS = re.compile("NOSCRIPT|TRYAGAIN")  # errors after which a script is sent again
 LOOKS_WITH_GIL = 15  # of `wait_keeping_gil`
 PAUSE_WITH_GIL = 0.0002  # seconds between two of them
+CONTENDED_AFTER = 0.003  # seconds: a broadcast that takes longer has waited for the GIL
+CONTENDED_FOR = 1.0  # seconds until a broadcast gives it up again, to see whether it waits
 
 
 class Nodes:
@@ -93,44 +95,55 @@ class Nodes:
         self.reading = self._platform.try_lock()
         self._down: set[int] = set()
         self._closed = False
+        self._is_contended = False
+        self._contended_until = -math.inf  # monotonic seconds
 
     # commands
 
     def reconnect(self) -> bool:
         """Begin to connect to every node without a connection; return whether there is any."""
-        gone = [node for node in self.all if node.connection is None]
-        for node in gone:
+        unconnected = [node for node in self.all if node.connection is None]
+        for node in unconnected:
             node.connect()
-        return bool(gone)
+        return bool(unconnected)
 
     @property
     def outstanding(self) -> bool:
         """Whether a command has no reply, or a broken connection is not reported yet."""
         return bool(self.mail) or any(node.outstanding for node in self.all)
 
-    def broadcast(self, command: Command, sent: float) -> None:
+    def broadcast(self, command: Command, sent_at: float) -> None:
         """Write one command to every node. Never waits.
 
-        sent: monotonic seconds, read before this call and before any time in the request.
+        sent_at: monotonic seconds, read before this call and before any time in the request.
+        Python's own calls release the GIL and wait for it again: beside a thread that computes,
+        5 ms for each node. If that has happened, this and the next `wait` keep it for a while.
         """
-        entries = ((command, sent, command.request),)
+        entries = ((command, sent_at, command.request),)
+        # by position: a keyword costs each of these calls a tenth more
+        keeps_gil = self._is_contended = sent_at < self._contended_until
         for node in self.all:
-            if node.overdue(sent):
+            connection = node.connection
+            # read here as well, as most nodes have replied to everything
+            if connection is not None and connection.in_flight and node.overdue(sent_at):
                 self.drain()  # before the node is dropped: the reply may be unread in the socket
-            node.send(entries, keeps_gil=False)
+            node.send(entries, keeps_gil)
+        if not keeps_gil and self.clock.now() - sent_at > CONTENDED_AFTER:
+            self._is_contended = True
+            self._contended_until = sent_at + CONTENDED_FOR
 
-    def scatter(self, entries: Sequence[Sequence[Entry]], sent: float) -> None:
+    def scatter(self, entries: Sequence[Sequence[Entry]], sent_at: float) -> None:
         """Write to each node its own entries, in one batch. Never waits."""
-        for node, own in zip(self.all, entries, strict=True):
-            if node.overdue(sent):
+        for node, node_entries in zip(self.all, entries, strict=True):
+            if node.overdue(sent_at):
                 self.drain()
-            if own:
-                node.send(own)
+            if node_entries:
+                node.send(node_entries)
 
-    def send_to(self, node: int, command: Command, sent: float | None = None) -> None:
-        """Write one command to one node. sent: monotonic seconds of its first try."""
-        at = self.clock.now() if sent is None else sent
-        self.all[node].send([(command, at, command.request)])
+    def send_to(self, node: int, command: Command, sent_at: float | None = None) -> None:
+        """Write one command to one node. sent_at: monotonic seconds of its first try."""
+        written_at = self.clock.now() if sent_at is None else sent_at
+        self.all[node].send([(command, written_at, command.request)])
 
     def query(
         self,
@@ -145,14 +158,14 @@ class Nodes:
         Waits longer if it has to connect to so many nodes that fewer than the quorum could reply.
         read: as in `Question`. nodes: indexes; None for all. script: that of the request.
         """
-        asked = range(len(self.all)) if nodes is None else nodes
-        sent = self.clock.now()
-        question = Question(asked, read)
-        entries = [(Command(request, question, script), sent, request)]
-        self.scatter([entries if node.index in asked else () for node in self.all], sent)
-        if asked:
-            self.wait(question, sent + self.timeout)
-            self.wait_for_connects(question, sent)
+        indexes = range(len(self.all)) if nodes is None else nodes
+        sent_at = self.clock.now()
+        question = Question(indexes, read)
+        entries = [(Command(request, question, script), sent_at, request)]
+        self.scatter([entries if node.index in indexes else () for node in self.all], sent_at)
+        if indexes:
+            self.wait(question, sent_at + self.timeout)
+            self.wait_for_connects(question, sent_at)
         replies = question.replies.items()
         return {node: reply for node, reply in replies if type(reply) is not hiredis.ReplyError}
 
@@ -160,16 +173,21 @@ class Nodes:
         """Return when a round is decided, or at the monotonic second `until`.
 
         Replies that have come by then count, even if the process was paused meanwhile. Returns at
-        once if the round cannot end: in a finalizer or a signal handler that interrupted its own
-        thread as that read, or wrote to so many nodes that no quorum is left. native: a real
-        thread, also if greenlets are in use. It reads all nodes each time: next to code that keeps
-        the GIL it may not run again soon.
+        once if the round cannot be decided: the caller is a finalizer or a signal handler, and
+        it has interrupted its own thread. That thread was reading replies, or it was writing to so
+        many nodes that the others are no quorum. native: whether the caller is a real thread, also
+        if greenlets are in use. A native caller reads all nodes each time, because next to code
+        that keeps the GIL it may not run again soon.
         """
         if (self.reading.taken or any(map(_jobs_of, self.all))) and self._is_cut_off:
             return
+        keeps_gil = native or self._is_contended
         pollers = self.pollers
         poller = pollers.take(native=native) or pollers.wait_for_one(
-            round_, until, functools.partial(self.read, self.all, keeps_gil=native), native=native
+            round_,
+            until,
+            functools.partial(self.read, self.all, keeps_gil=keeps_gil),
+            native=native,
         )
         if poller is None:
             return
@@ -181,33 +199,34 @@ class Nodes:
                 poller.parked = True  # first: who sets `decided` reads this after, and wakes
                 if round_.decided:
                     return
-                left = until - self.clock.now()
+                remaining = until - self.clock.now()
                 nodes = self.all
                 try:
-                    ready = poller.poll(nodes, pollers.topology, max(0.0, left))
+                    ready = poller.poll(nodes, pollers.topology, max(0.0, remaining))
                     nodes = nodes if native else ready
                 except OSError:  # no descriptor is left for its poll object
-                    pollers.doze(round_, min(left, LONGEST_DOZE), native=native)
-                self.read(nodes, PAUSES if left <= 0 else 2, keeps_gil=native)
-                if left <= 0:  # the last look: other callers' replies must not delay the return
+                    pollers.doze(round_, min(remaining, MAX_DOZE), native=native)
+                self.read(nodes, TURN_TRIES if remaining <= 0 else 2, keeps_gil=keeps_gil)
+                if remaining <= 0:  # read once more, but other callers' replies must not delay it
                     return
         finally:
             round_.wake = None
             # pop first: an exception may strike at the next call. In a child that was forked
             # meanwhile it is not taken, and has the parent's descriptors
-            taken = pollers.taken.pop(id(poller), None)
-            if taken is not None:
+            own_poller = pollers.taken.pop(id(poller), None)
+            if own_poller is not None:
                 pollers.put_back(poller)
 
     def wait_for_connects(
-        self, round_: Round, sent: float, *, longest: float = math.inf, needed: int = 0
+        self, round_: Round, sent_at: float, *, max_seconds: float = math.inf, needed: int = 0
     ) -> None:
-        """After `wait`, wait on for nodes that are being connected to, within a connect's budget.
+        """Continue `wait` for nodes that are being connected to, within the budget of a connect.
 
-        sent: monotonic seconds. longest: seconds since then. needed: how many votes are enough; 0:
-        a quorum. So a node that is away delays nobody if the others answer.
+        sent_at: monotonic seconds of the request. max_seconds: the longest wait since then. needed:
+        number of votes that end it; 0 for a quorum. So an unreachable node delays no caller if the
+        others reply.
         """
-        until = sent + min(connect_budget(self.timeout), longest)
+        until = sent_at + min(connect_budget(self.timeout), max_seconds)
         end = 0.0
         while not round_.decided and round_.voted < (needed or self.quorum):
             now = self.clock.now()
@@ -240,10 +259,10 @@ class Nodes:
     def connect(self, until: float) -> set[int]:
         """Return the nodes that answer by then; waits longer if no connect has failed yet."""
         pinged = Question(range(len(self.all)), lambda reply: reply)
-        sent = self.clock.now()
-        self.broadcast(Command(PING, pinged), sent)
+        sent_at = self.clock.now()
+        self.broadcast(Command(PING, pinged), sent_at)
         self.wait(pinged, until)
-        self.wait_for_connects(pinged, sent, needed=len(self.all))
+        self.wait_for_connects(pinged, sent_at, needed=len(self.all))
         return set(pinged.replies)
 
     def flush(self, nodes: Sequence[int], until: float) -> None:
@@ -268,7 +287,7 @@ class Nodes:
         now = self.clock.now()  # before reading: a reply may have come while the process was paused
         for node in self.all:
             node.jobs.go_on()
-        if self.read(self.all, PAUSES):
+        if self.read(self.all, TURN_TRIES):
             for node in self.all:
                 connection = node.connection
                 if connection is not None and node.overdue(now):
@@ -296,57 +315,66 @@ class Nodes:
 
     def _dispatch_each(self, nodes: Sequence[Node], keeps_gil: bool) -> None:
         for node in nodes:
-            connection = node.receive(keeps_gil=keeps_gil)
+            connection = node.receive(keeps_gil)
             if connection is None:
                 continue
-            demoted = self._dispatch_replies(node, connection)
-            if demoted and self.clock.now() - connection.opened_at > LONGEST_RECONNECT:
-                node.drop(connection, demoted)  # the address may lead to another server by now
+            error = self._dispatch_replies(node, connection)
+            if error and self.clock.now() - connection.opened_at > MAX_RECONNECT_PAUSE:
+                node.drop(connection, error)  # the address may lead to another server by now
             if self._down and node.index in self._down and node.connection is not None:
                 self._down.discard(node.index)
                 self._gate.up(node)
 
     def _dispatch_replies(self, node: Node, connection: Connection) -> str:
-        """Call the handlers of replies; return the error that requires a reconnect, else "".
+        """Call the handlers of all replies that a connection has read.
 
-        A handler that an asynchronous exception interrupts is called again. A second exception is
-        taken for the handler's own.
+        Returns the error reply that requires a reconnect; "" if there is none. If an asynchronous
+        exception interrupts a handler, the handler gets the reply again. After a second exception
+        at the same reply, which may be the handler's own, the reply is dropped.
         """
         replies = connection.replies
         index = node.index
         run_id = connection.run_id
-        demoted = ""
+        reconnect_error = ""
         if connection.discarded and replies:
             self.lose_replies(node, connection, connection.discarded)
         try:
             while replies:
-                found = (command, sent, request), reply = replies[0]
+                pending = replies[0]
+                entry, reply = pending
+                command, sent_at, request = entry
                 if type(reply) is not hiredis.ReplyError:
-                    command.handler.on_reply(index, sent, reply, run_id)
-                elif command.script and request is command.request and AGAIN.match(str(reply)):
-                    self._send_source(node, command.script, command, sent)
+                    command.handler.on_reply(index, sent_at, reply, run_id)
+                elif (
+                    command.script
+                    and request is command.request
+                    and RESEND_ERRORS.match(str(reply))
+                ):
+                    self._send_source(node, command.script, command, sent_at)
                 else:
-                    demoted = self._dispatch_error(node, found[0], reply, run_id) or demoted
-                if replies and replies[0] is found:  # otherwise the connection was given up
+                    error_text = self._dispatch_error(node, entry, reply, run_id)
+                    reconnect_error = error_text or reconnect_error
+                # a handler may give the connection up, which clears the replies
+                if replies and replies[0] is pending:
                     replies.popleft()
         except UnexpectedReplyError as error:
-            # no later reply counts: these do not fit their commands
+            # the replies do not fit their commands, so no later reply counts
             self.lose_replies(node, connection, str(error))
             node.drop(connection, str(error))
         except BaseException:
-            if replies and connection.struck is replies[0]:
+            if replies and connection.interrupted_reply is replies[0]:
                 replies.popleft()
             elif replies:
-                connection.struck = replies[0]
+                connection.interrupted_reply = replies[0]
             raise
-        return demoted
+        return reconnect_error
 
     def _dispatch_error(self, node: Node, entry: Entry, reply: Any, run_id: str) -> str:
         """As `_dispatch_replies`, for one error reply."""
-        command, sent, _ = entry
+        command, sent_at, _ = entry
         is_hint = isinstance(command.handler, IgnoreReply)  # costs no vote
         is_demoted = not is_hint and self._gate.error_reply(node, str(reply))
-        command.handler.on_reply(node.index, sent, reply, run_id)
+        command.handler.on_reply(node.index, sent_at, reply, run_id)
         return str(reply) if is_demoted else ""
 
     def lose_replies(self, node: Node, connection: Connection, cause: str) -> None:
@@ -356,18 +384,18 @@ class Nodes:
         self._mailbox.put(Report(node.index, entries, error, None))
         connection.replies.clear()
 
-    def _send_source(self, node: Node, script: Script, command: Command, sent: float) -> None:
+    def _send_source(self, node: Node, script: Script, command: Command, sent_at: float) -> None:
         """Send a request again, once, with the source of its script.
 
         A server has forgotten the script, after a flush or a restart; or it has changed nothing, as
         another client was at the same key.
         """
         request = script.with_source(command.request)
-        again = command
+        resent = command
         if not command.handler.wanted:  # else a node that replies last would never get the script
             request = script.load
-            again = Command(script.load, IGNORE_REPLY)
-        node.send([(again, sent if command.dated else self.clock.now(), request)])
+            resent = Command(script.load, IGNORE_REPLY)
+        node.send([(resent, sent_at if command.dated else self.clock.now(), request)])
 
     def report_broken(self) -> None:
         """Call the handlers of commands whose connection broke. Never waits."""
@@ -384,7 +412,7 @@ class Nodes:
                 self.pollers.rearm()  # another file may get its descriptor number now
             # an idle connection has not failed: a connect follows, and may report more
             is_idle = error.cause == ENDED_IDLE and not entries
-            if is_idle or error.cause in (STALE, ENDED_BY_TIMEOUT):
+            if is_idle or error.cause in (IDLE_TOO_LONG, CLOSED_BY_TIMEOUT):
                 self.all[index].connect()
             elif not self._closed:
                 was_down = index in self._down

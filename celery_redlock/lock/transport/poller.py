@@ -13,16 +13,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from celery_redlock.lock.platform.clock import Platform
-from celery_redlock.lock.platform.threads import PAUSES, Sleeper, gevent_here
+from celery_redlock.lock.platform.threads import TURN_TRIES, Sleeper, gevent_here
 from celery_redlock.lock.transport.command import Round
 from celery_redlock.lock.transport.connection import POISONED
 from celery_redlock.lock.transport.node import Node
 
-MOST_POLLERS = 16  # that are in use; threads of the watchdog get more
-DOZE = 0.001  # seconds between the first two looks of a waiter without a poller
-LONGEST_DOZE = 0.05
+MAX_POLLERS = 16  # that are in use; threads of the watchdog get more
+MIN_DOZE = 0.001  # seconds between the first two looks of a waiter without a poller
+MAX_DOZE = 0.05
 SPARE_POLLERS = 2  # free ones that are kept
-SPARED_FOR = 3.0  # seconds until others are dropped
+SPARE_LIFETIME = 3.0  # seconds until others are dropped
 
 
 class Poller:
@@ -58,17 +58,17 @@ class Poller:
         ready = self._poll.poll(math.ceil(seconds * 1000))
         self.parked = False
         by_descriptor = self._by_descriptor
-        found = []
+        ready_nodes = []
         for descriptor, _ in ready:  # no comprehension: in Python 3.11 each is a call
             if descriptor in by_descriptor:
-                found.append(by_descriptor[descriptor])
-        if len(found) < len(ready):
+                ready_nodes.append(by_descriptor[descriptor])
+        if len(ready_nodes) < len(ready):
             self._waker.clear()
-        return found
+        return ready_nodes
 
     def _arrange(self, nodes: Sequence[Node]) -> bool:
         """Make a new poll object; return whether it is valid until the connections change."""
-        lasts = True
+        is_stable = True
         self._poll = self._platform.new_poll(self.native)
         self._poll.register(self._waker.descriptor, select.POLLIN)
         self._by_descriptor = {}
@@ -86,8 +86,8 @@ class Poller:
                 descriptor, select.POLLIN | (select.POLLOUT if connection.write_buffer else 0)
             )
             if connection.write_buffer:
-                lasts = False  # the next poll checks whether it is empty by then
-        return lasts
+                is_stable = False  # the next poll checks whether it is empty by then
+        return is_stable
 
 
 class PollerPool:
@@ -112,7 +112,7 @@ class PollerPool:
 
     def take(self, *, native: bool) -> Poller | None:
         """Return a poller that is not in use; None if too many are, or no descriptor is left."""
-        if len(self.taken) >= MOST_POLLERS and not native:
+        if len(self.taken) >= MAX_POLLERS and not native:
             return None
         by_poll = native or gevent_here() is None
         free = self._free[by_poll]
@@ -136,15 +136,15 @@ class PollerPool:
         read: reads from all nodes, in so many tries, in case that no other one reads the reply.
         """
         poller = None
-        pause = DOZE
+        pause = MIN_DOZE
         while poller is None:
-            left = until - self._platform.clock.now()
-            self.doze(round_, min(left, pause), native=native)
-            read(PAUSES if left <= 0 else 2)
+            remaining = until - self._platform.clock.now()
+            self.doze(round_, min(remaining, pause), native=native)
+            read(TURN_TRIES if remaining <= 0 else 2)
             # also if the round is decided: to put the poller back wakes the next one that has none
             poller = self.take(native=native)
-            pause = min(pause * 2, LONGEST_DOZE)
-            if left <= 0 or round_.decided:
+            pause = min(pause * 2, MAX_DOZE)
+            if remaining <= 0 or round_.decided:
                 break
         return poller
 
@@ -183,6 +183,6 @@ class PollerPool:
             for native, free in self._free.items():
                 del free[: max(0, self._unneeded[native] - SPARE_POLLERS)]
                 self._unneeded[native] = len(free)
-            self._spared_until = now + SPARED_FOR
+            self._spared_until = now + SPARE_LIFETIME
         has_spare = any(len(free) > SPARE_POLLERS for free in self._free.values())
         return self._spared_until if has_spare else math.inf

@@ -19,10 +19,11 @@ from celery_redlock.lock.platform.threads import JobQueue
 from celery_redlock.lock.transport.address import Address
 from celery_redlock.lock.transport.command import text_of
 from celery_redlock.lock.transport.connection import PubSub, connect_budget
-from celery_redlock.lock.transport.node import RECONNECT
+from celery_redlock.lock.transport.node import RECONNECT_BACKOFF
 
-LINGER = 30.0  # seconds that an unused connection is kept; seconds without data before a PING
-ASK_AGAIN = ExponentialBackoff(cap=LINGER, base=0.05)  # of a subscription that was refused
+IDLE_LIMIT = 30.0  # seconds that an unused connection is kept; seconds without data before a PING
+# after a refused subscription
+RESUBSCRIBE_BACKOFF = ExponentialBackoff(cap=IDLE_LIMIT, base=0.05)
 
 
 class Subscriber:
@@ -40,29 +41,29 @@ class Subscriber:
         timeout: float,
         platform: Platform,
         channels: Callable[[], set[str]],
-        heard: Callable[[str, str], None],
-        refused: Callable[[str], object] = lambda _: None,
+        on_message: Callable[[str, str], None],
+        on_refused: Callable[[str], object] = lambda _: None,
     ) -> None:
         self._address = address
         self._timeout = timeout
         self._platform = platform
         self._clock = platform.clock
         self._channels = channels
-        self._heard = heard
-        self._refused = refused
+        self._on_message = on_message
+        self._on_refused = on_refused
         self._waker: Any = None  # made in the thread: no caller fails if no descriptor is left
         self._jobs = JobQueue(platform.try_lock(), self._wake)  # start and end of the thread
         self._running = self._closed = False
         self._pubsub: PubSub | None = None
-        self.asked: set[str] = set()
+        self.requested: set[str] = set()
         self.confirmed: set[str] = set()
         # whether a PING waits for its reply; monotonic seconds of that PING, or of the last data
-        self._pinged = False
-        self._spoke_at = 0.0
+        self._awaits_pong = False
+        self._last_data_at = 0.0
         self._failures = 0
         # refused subscriptions in a row; monotonic seconds when to ask for them again
         self._refusals = 0
-        self._again_at = math.inf
+        self._resubscribe_at = math.inf
 
     def resubscribe(self) -> None:
         """Subscribe to the channels that are wanted now. Never waits."""
@@ -96,7 +97,7 @@ class Subscriber:
                 self._failures = 0
             except Exception:  # any error of a connection, or of the user's credential provider
                 self._drop()
-                pause = RECONNECT.compute(self._failures)
+                pause = RECONNECT_BACKOFF.compute(self._failures)
                 is_idle = False
                 self._failures = min(self._failures + 1, 16)
                 self._wait(pause)
@@ -106,86 +107,89 @@ class Subscriber:
 
     def _ends(self) -> bool:
         """Return whether the thread ends, because no channel is wanted any more."""
-        over = False
+        has_ended = False
 
         def end() -> None:
-            nonlocal over
+            nonlocal has_ended
             if not self._channels():
                 self._drop()  # first: later it might drop the next thread's connection
                 self._running = False
-                over = True
+                has_ended = True
 
         self._jobs.lock.run(end)  # refused if a caller asks for a channel just now
         self._jobs.go_on()
-        if over and self._channels():  # who has just begun to wait has seen the old subscriptions
+        if has_ended and self._channels():  # a new waiter has compared its channel with old ones
             self.resubscribe()
-        return over
+        return has_ended
 
     def _listen(self) -> bool:
         """Subscribe to the wanted channels and handle messages; return False after a timeout."""
-        wanted = self._channels()
+        wanted_channels = self._channels()
         if self._pubsub is None:
-            if not wanted:
-                return self._wait(LINGER)
+            if not wanted_channels:
+                return self._wait(IDLE_LIMIT)
             budget = connect_budget(self._timeout)
             self._pubsub = self._address.pubsub(budget, self._timeout)
-            self._pinged = False
-            self._spoke_at = self._clock.now()
-        if self._clock.now() >= self._again_at:
-            self.asked = self.asked & self.confirmed
-            self._again_at = math.inf
-        for channel in wanted - self.asked:  # one each: a user may have no right to one
+            self._awaits_pong = False
+            self._last_data_at = self._clock.now()
+        if self._clock.now() >= self._resubscribe_at:
+            self.requested = self.requested & self.confirmed
+            self._resubscribe_at = math.inf
+        # one request for each channel: the user may lack the right to one of them
+        for channel in wanted_channels - self.requested:
             self._pubsub.send("SUBSCRIBE", channel)
-        for channel in self.asked - wanted:
+        for channel in self.requested - wanted_channels:
             self._pubsub.send("UNSUBSCRIBE", channel)
-        self.asked = wanted
-        if not self._channels() <= wanted:  # who wants another one since has seen the old ones
+        self.requested = wanted_channels
+        if not self._channels() <= wanted_channels:  # a new waiter has compared with old ones
             return True
-        longest = self._timeout if self._pinged else LINGER
-        left = self._again_at - self._clock.now()
-        came = self._wait(max(0.0, min(longest, left))) or left < longest
-        heard, replies = self._pubsub.receive()
-        if heard or wanted:
-            self._check_silence(self._pubsub, heard=heard, came=came)
+        max_wait = self._timeout if self._awaits_pong else IDLE_LIMIT
+        remaining = self._resubscribe_at - self._clock.now()
+        has_woken = self._wait(max(0.0, min(max_wait, remaining))) or remaining < max_wait
+        has_spoken, replies = self._pubsub.receive()
+        if has_spoken or wanted_channels:
+            self._check_silence(self._pubsub, has_spoken=has_spoken, has_woken=has_woken)
         for reply in replies:
             self._take(reply)
-        return came
+        return has_woken
 
-    def _check_silence(self, pubsub: PubSub, *, heard: bool, came: bool) -> None:
+    def _check_silence(self, pubsub: PubSub, *, has_spoken: bool, has_woken: bool) -> None:
         """Send PING to a node that sends nothing; raise OSError if it does not reply.
 
         Checks the clock, too: frequent wake-ups keep every wait shorter than its timeout.
         """
         now = self._clock.now()
-        is_over = not came or now - self._spoke_at >= (self._timeout if self._pinged else LINGER)
-        if heard:
-            self._pinged = False
-            self._spoke_at = now
-        elif is_over and self._pinged:
+        is_over = not has_woken or now - self._last_data_at >= (
+            self._timeout if self._awaits_pong else IDLE_LIMIT
+        )
+        if has_spoken:
+            self._awaits_pong = False
+            self._last_data_at = now
+        elif is_over and self._awaits_pong:
             raise OSError("no answer")
         elif is_over:
             pubsub.send("PING", "")
-            self._pinged = True
-            self._spoke_at = now
+            self._awaits_pong = True
+            self._last_data_at = now
 
     def _take(self, reply: Any) -> None:
         if isinstance(reply, hiredis.ReplyError):
             # a server that is busy, or has no memory left, may take it later
-            self._again_at = self._clock.now() + ASK_AGAIN.compute(self._refusals)
+            self._resubscribe_at = self._clock.now() + RESUBSCRIBE_BACKOFF.compute(self._refusals)
             self._refusals = min(self._refusals + 1, 16)
-            self._refused(str(reply))
+            self._on_refused(str(reply))
             return
         kind, name = reply[:2] if isinstance(reply, list) else (b"", b"")
         channel = text_of(name)
         if kind == b"subscribe":
             self.confirmed.add(channel)
-            if self.confirmed >= self.asked:
+            if self.confirmed >= self.requested:
                 self._refusals = 0
-            self._heard(channel, "")
+            self._on_message(channel, "")
         elif kind == b"unsubscribe":
             self.confirmed.discard(channel)
         elif kind == b"message" and reply[2]:  # an empty one would stand for a new subscription
-            self._heard(channel, text_of(reply[2]))
+            self._on_message(channel, text_of(reply[2]))
 
     def _wait(self, seconds: float) -> bool:
         """Wait for bytes, a wake-up or the timeout; return False for the timeout."""
@@ -202,8 +206,8 @@ class Subscriber:
     def _drop(self) -> None:
         pubsub = self._pubsub
         self._pubsub = None
-        self.asked = set()
+        self.requested = set()
         self.confirmed = set()
-        self._again_at = math.inf
+        self._resubscribe_at = math.inf
         if pubsub is not None:
             pubsub.disconnect()

@@ -2,18 +2,20 @@
 
 Read `commands.py` first.
 
-- `commands.py`: `status`, `locks`, `break_`, `doctor`: each of the commands that read, change
-  something or check settings; also `waiters`, `show`, `claims`, `trust`, `setup`, `options`.
+- `commands.py`: `status`, `locks`, `break_`, `options`: each of the commands that read, change
+  something or show settings; also `waiters`, `claims`, `trust`, `setup`.
+- `doctor.py`: `doctor`, `Examination`: checks nodes, rights and settings.
+- `drill.py`: `drill`: runs workers of its own on the app's nodes and broker, with faults.
 - `group.py`: `RedlockGroup`, `Table`, `app_from`, `within_deadline`: what the commands share: the
   app, deadlines of a question to the broker, printing as text or JSON (`as_data`).
-- `listing.py`: `Listing`, `list_command`: the form of a list, which may lack what nodes did not
-  say.
+- `listing.py`: `Listing`, `list_command`: the output of a command that lists; a list is incomplete
+  if nodes did not answer.
 - `views.py`: `WaitersView`, `node_table`, `lock_tables`, `ask_workers`: what the commands show of
   nodes, locks and waiters, as tables and as JSON.
-- `task_view.py`: `TaskView`: where one task stands, by its id.
-- `stranded.py`: `StrandedView`, `RecoveryTime`: what lies with workers that are gone, and when it
-  is back.
-- `top.py`: `top`, `Look`: the live screen of nodes, locks and waiting tasks.
+- `show.py`: `show`, `TaskView`: the state of one resource, or of one task by its id.
+- `stranded.py`: `StrandedView`, `RecoveryTime`: the messages of workers that are gone, and when
+  they are back in their queues.
+- `top.py`: `top`, `Snapshot`: the live screen of nodes, locks and waiting tasks.
 - `hold.py`: `hold`, `ResourceHold`: an operator holds a resource: its tasks wait, and it is drained
   once no run is left.
 - `recover.py`: `recover`, `recover_dead`, `Older`: moves the messages of dead workers back to their
@@ -27,9 +29,12 @@ workers (`operate/control.py`).
 
 from celery_redlock.operate.cli import (  # noqa: F401 - adds them
     commands,
+    doctor,
+    drill,
     explain,
     hold,
     recover,
+    show,
     top,
 )
 from celery_redlock.operate.cli.group import redlock

@@ -1,7 +1,7 @@
 """The command `explain`: prints what the documentation says about an error or a log line.
 
-The list at the top of the page of troubleshooting names the passages. Each has a link, and the
-link's anchor is the code. So text and list are those of the pages, which the wheel has.
+The list at the top of the page operations/troubleshooting has a link for each passage. The anchor
+of the link is the code of the passage. The wheel contains these pages.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import TypeAlias
 
 import click
 
@@ -24,7 +25,7 @@ from celery_redlock.operate.cli.group import (
     as_data,
     as_json,
     command_error,
-    named,
+    non_empty,
     print_result,
     redlock,
 )
@@ -32,13 +33,13 @@ from celery_redlock.operate.cli.group import (
 PACKAGE = Path(__file__).parents[2]
 LIST_OF_PASSAGES = "operations/troubleshooting.md"
 LOG_LINES = "reference/log-messages.md"
-WIDEST = 100  # columns of a paragraph
-# the score of a passage that has a text's words, by which few score
-LEAST = 0.25
-SIMILAR = 0.9
+MAX_WIDTH = 100  # columns of a paragraph
+MIN_SCORE = 0.25  # of the best passage; a lower one matches by chance
+SIMILAR_SHARE = 0.9  # of the best score; passages above it match as well
+_Word: TypeAlias = tuple[str, ...]  # a word, or two words that follow each other
 _PASSAGE = re.compile(r"^- \[(.+)\]\((.*)#([\w-]+)\): ((?:.+\n)+?)(?=- |\n)", re.MULTILINE)
 _ROW = re.compile(r"^\| (`.+`) \| `(\w+)` \| (.+) \|$", re.MULTILINE)
-_NAME = re.compile(r"(?<!\w)'\S*")  # of a resource, which another text has not
+_NAME = re.compile(r"(?<!\w)'\S*")  # a quoted name, which differs from line to line
 _ANCHOR = re.compile(r"#([\w-]+)\)")
 _LINK = re.compile(r"\[([^\]]+)\]\([^)]*\)")
 _SECTION_LINK = re.compile(r"(?:the section )?\[([^\]]+)\]\([^)#]*#([\w-]+)\)")
@@ -59,7 +60,7 @@ class Passage:
 
 
 @redlock.command()
-@click.argument("code", required=False, callback=named, metavar="[CODE|TEXT]")
+@click.argument("code", required=False, callback=non_empty, metavar="[CODE|TEXT]")
 @as_json
 def explain(code: str | None, as_json: bool) -> None:
     """Explain an error or a log line, by the CODE in it or by its TEXT.
@@ -67,18 +68,22 @@ def explain(code: str | None, as_json: bool) -> None:
     A part of a code, or some words, are enough. Without CODE this lists all of them. It needs no
     app and no node.
     """
-    known = read_passages()
+    passages = read_passages()
     if code is None:
-        shown: list[str | Table] = [
-            Table(("CODE", "YOU SEE"), [(one.code, one.symptom) for one in known.values()], "")
+        parts: list[str | Table] = [
+            Table(
+                ("CODE", "YOU SEE"),
+                [(passage.code, passage.symptom) for passage in passages.values()],
+                "",
+            )
         ]
-        chosen = list(known.values())
+        chosen = list(passages.values())
     else:
-        chosen = [find_passage(code, known)]
-        text = with_commands(chosen[0].text, known)
-        width = min(shutil.get_terminal_size().columns, WIDEST)
-        *shown, _ = as_plain(text, width)  # without the last empty line
-    print_result(as_json, {"passages": as_data(chosen)}, *shown)
+        chosen = [find_passage(code, passages)]
+        text = with_commands(chosen[0].text, passages)
+        width = min(shutil.get_terminal_size().columns, MAX_WIDTH)
+        *parts, _ = as_plain(text, width)  # without the last empty line
+    print_result(as_json, {"passages": as_data(chosen)}, *parts)
 
 
 def _docs() -> Path:
@@ -88,70 +93,96 @@ def _docs() -> Path:
 
 def read_passages() -> dict[str, Passage]:
     """Return all passages by their codes."""
-    listed = _docs() / LIST_OF_PASSAGES
-    found = {}
-    for title, page, code, symptom in _PASSAGE.findall(listed.read_text(encoding="utf-8")):
-        text = (listed.parent / page if page else listed).read_text(encoding="utf-8")
+    list_page = _docs() / LIST_OF_PASSAGES
+    passages = {}
+    for title, page, code, symptom in _PASSAGE.findall(list_page.read_text(encoding="utf-8")):
+        text = (list_page.parent / page if page else list_page).read_text(encoding="utf-8")
         symptom = " ".join(_LINK.sub(r"\1", symptom).split())
-        found[code] = Passage(code, title, symptom, section_of(text, code))
-    return found
+        passages[code] = Passage(code, title, symptom, section_of(text, code))
+    return passages
 
 
-def find_passage(code: str, known: dict[str, Passage]) -> Passage:
-    """Return the passage of a code, of a part of one, of a title, or of the text of a line."""
-    wanted = anchor_of(code.rpartition("#")[2].rpartition("redlock explain ")[2])
-    codes = [wanted] if wanted in known else [one for one in known if wanted in one]
-    matching = [known[one] for one in codes] or find_by_words(code, known)
+def find_passage(code: str, passages: dict[str, Passage]) -> Passage:
+    """Return the passage of a code, a part of a code, a title, or the text of a line.
+
+    Raises ClickException if none or several match.
+    """
+    anchor = anchor_of(code.rpartition("#")[2].rpartition("redlock explain ")[2])
+    codes = [anchor] if anchor in passages else [code for code in passages if anchor in code]
+    matching = [passages[matching_code] for matching_code in codes] or find_by_words(code, passages)
     if len(matching) > 1:
-        raise command_error(f"{code} matches several: {', '.join(one.code for one in matching)}")
+        raise command_error(
+            f"{code} matches several: {', '.join(passage.code for passage in matching)}"
+        )
     if not matching:
-        hint = closest_or_all(wanted, list(known), "`celery redlock explain` lists the codes")
+        hint = closest_or_all(anchor, list(passages), "`celery redlock explain` lists the codes")
         raise command_error(f"{code} is not a code, and no passage has its words; {hint}")
     return matching[0]
 
 
-def find_by_words(text: str, known: dict[str, Passage]) -> list[Passage]:
+def find_by_words(text: str, passages: dict[str, Passage]) -> list[Passage]:
     """Return the passages that share the most words with a text; rare words count more.
 
-    A line of the log adds its words to the passage that it leads to; else its event is a passage.
+    The page of the log messages adds the words of each line to the passage that it links to. A line
+    that links to none is a passage of its own, by the name of its event.
     """
-    found = dict(known)
-    words = {code: Counter(_words(one.text)) for code, one in known.items()}
-    for code, one in known.items():
-        words[code] |= Counter(2 * _words(one.title, one.symptom))
-    for line, event, meaning in _ROW.findall((_docs() / LOG_LINES).read_text(encoding="utf-8")):
-        code = next((one for one in _ANCHOR.findall(meaning) if one in known), event)
-        code = next((of for of, one in known.items() if line in one.text), code)
-        words[code] = words.get(code, Counter()) | Counter(2 * _words(line, event))
-        if code == event:
-            before = found[event].text if event in found else event
-            found[event] = Passage(event, event, line, f"{before}\n\n{line}\n\n{meaning}")
-    if text in found:
-        return [found[text]]
-    passages_with = Counter(word for one in words.values() for word in one)
+    candidates, words = _with_log_lines(passages)
+    if text in candidates:
+        return [candidates[text]]
+    passages_with = Counter(word for counts in words.values() for word in counts)
+    text_words = {*_words(text)}
     scores = {
-        code: sum(one[word] / passages_with[word] for word in {*_words(text)} & one.keys())
-        for code, one in words.items()
+        code: sum(counts[word] / passages_with[word] for word in text_words & counts.keys())
+        for code, counts in words.items()
     }
     best = max(scores.values())
-    return [found[code] for code, one in scores.items() if best > LEAST and one > SIMILAR * best]
+    if best <= MIN_SCORE:
+        return []
+    return [candidates[code] for code, score in scores.items() if score > SIMILAR_SHARE * best]
 
 
-def _words(*texts: str) -> list[tuple[str, ...]]:
+def _with_log_lines(
+    passages: dict[str, Passage],
+) -> tuple[dict[str, Passage], dict[str, Counter[_Word]]]:
+    """Return the passages with those of log lines, and the words of each, both by code."""
+    candidates = dict(passages)
+    words = {}
+    for code, passage in passages.items():
+        title_words = Counter(2 * _words(passage.title, passage.symptom))
+        words[code] = Counter(_words(passage.text)) | title_words
+    log_page = (_docs() / LOG_LINES).read_text(encoding="utf-8")
+    for line, event, meaning in _ROW.findall(log_page):
+        code = _code_of_line(line, meaning, passages) or event
+        words[code] = words.get(code, Counter()) | Counter(2 * _words(line, event))
+        if code == event:
+            earlier = candidates[event].text if event in candidates else event
+            text = f"{earlier}\n\n{line}\n\n{meaning}"
+            candidates[event] = Passage(event, event, line, text)
+    return candidates, words
+
+
+def _code_of_line(line: str, meaning: str, passages: dict[str, Passage]) -> str:
+    """Return the code of the passage that shows a log line, or that its meaning links to."""
+    showing = (code for code, passage in passages.items() if line in passage.text)
+    linked = (code for code in _ANCHOR.findall(meaning) if code in passages)
+    return next(showing, "") or next(linked, "")
+
+
+def _words(*texts: str) -> list[_Word]:
     """Return the words of texts, and each pair of words that follow each other, once each."""
     words = re.findall(r"[a-z_]{2,}", _NAME.sub(" name ", " ".join(texts)).lower())
-    return [*{(one,) for one in words} | set(pairwise(words))]
+    return [*{(word,) for word in words} | set(pairwise(words))]
 
 
-def with_commands(text: str, known: Container[str]) -> str:
-    """Return Markdown with the command that prints a passage in the place of a link to it."""
+def with_commands(text: str, codes: Container[str]) -> str:
+    """Return Markdown in which the command that prints a passage replaces each link to it."""
 
     def command(link: re.Match[str]) -> str:
         title, code = link.groups()
-        if code not in known or code in map(anchor_of, _HEADING.findall(text)):
+        if code not in codes or code in map(anchor_of, _HEADING.findall(text)):
             return link[0]
-        told = anchors.command_for(code)
-        return told if anchor_of(title) == code else f"{title} ({told})"
+        explain_command = anchors.command_for(code)
+        return explain_command if anchor_of(title) == code else f"{title} ({explain_command})"
 
     return _SECTION_LINK.sub(command, text)
 
@@ -182,7 +213,7 @@ def section_of(page: str, anchor: str) -> str:
 def as_plain(text: str, width: int) -> Iterator[str | Table]:
     """Yield the lines and tables of Markdown without its marks. width: of a paragraph."""
     text = re.sub(r"<!--.*?-->\n|^:::\n?", "", text, flags=re.MULTILINE)
-    text = re.sub(r"^:::\{(\w+)\}", lambda found: f"{found[1].capitalize()}:", text, flags=re.M)
+    text = re.sub(r"^:::\{(\w+)\}", lambda match: f"{match[1].capitalize()}:", text, flags=re.M)
     for part in _FENCE.split(text):
         if part.startswith("```"):
             yield from (f"    {line}" for line in part.splitlines()[1:-1])

@@ -1,7 +1,7 @@
-"""The form of commands that list: a list has what the nodes that answer have said.
+"""The output of a command that lists: tables, then the nodes that could not be queried.
 
-A listing ends with the nodes that could not be queried. If too few answered, it says so, and the
-exit status is 2. Not here: the tables (`views.py`).
+If too few nodes answered for the list to be complete, the output says so, and the exit status is 2.
+Not here: the tables (`views.py`).
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from celery_redlock.operate.cli.group import (
     print_result,
 )
 
-EXIT_UNKNOWN = 2  # exit status if too few nodes answer for anything to be known
+EXIT_UNKNOWN = 2  # exit status if too few nodes answer for a complete list
 
 
 @dataclass(frozen=True)
 class Listing:
-    """What a command lists.
+    """The output of a command that lists.
 
-    data: for programs. parts: for people. answers: what the nodes said. failing: nodes that failed
-    at another question. is_known: False if others that were asked, such as workers, did not answer.
+    data: printed as JSON. parts: printed for people. answers: which nodes answered. failing: causes
+    of the nodes that failed at a second query. is_known: False if workers did not answer.
     """
 
     data: Any
@@ -42,13 +42,13 @@ class Listing:
 
 
 def list_command(make: Callable[..., Listing]) -> Callable[..., None]:
-    """Make a command of a function of the app that returns a listing."""
+    """Return a click callback that prints the listing of a function. make: called with the app."""
 
     @as_json
     @wraps(make)
     @click.pass_context
-    def command(ctx: click.Context, /, as_json: bool, **given: Any) -> None:
-        listing = make(app_from(ctx), **given)
+    def command(ctx: click.Context, /, as_json: bool, **arguments: Any) -> None:
+        listing = make(app_from(ctx), **arguments)
         answers = listing.answers
         lines = [*failing_lines({**answers.failing, **listing.failing}), *unknown_lines(answers)]
         print_result(as_json, listing.data, *listing.parts, *lines)
@@ -73,8 +73,11 @@ def unknown_lines(answers: Answers) -> list[str]:
     return [anchors.see(text, anchors.NO_QUORUM)]
 
 
-def nothing_to_end(answers: Answers, none: str, unknown: str) -> click.ClickException:
-    """Return the error of a command that found nothing to end. unknown: if too few nodes answer."""
-    rest = "; ".join(failing_lines(answers.failing))
-    text = none if answers.is_known else unknown
-    return command_error(f"{text.rstrip('.')}{rest and f' ({rest})'}")
+def nothing_to_end(answers: Answers, not_found: str, not_known: str) -> click.ClickException:
+    """Return the error of a command that found nothing to end.
+
+    not_known: the text if too few nodes answered. not_found: the text otherwise.
+    """
+    failures = "; ".join(failing_lines(answers.failing))
+    text = not_found if answers.is_known else not_known
+    return command_error(f"{text.rstrip('.')}{failures and f' ({failures})'}")

@@ -1,7 +1,7 @@
 """The command `recover`: moves the messages of dead workers back to their queues.
 
-Without an option it does what a worker does, and as safely. With `--older-than` it also takes what
-no worker lease protects: of such a message nobody knows whether its worker lives.
+Without an option it moves what a worker would move, as safely. With `--older-than` it also moves
+messages without a worker lease. Whether the worker of such a message lives is unknown.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from celery_redlock.operate.cli.group import (
     print_result,
     redlock,
 )
-from celery_redlock.operate.cli.stranded import BY_HAND, MOVED_TOO_OFTEN
+from celery_redlock.operate.cli.stranded import MOVE_HINT, MOVED_TOO_OFTEN
 from celery_redlock.operate.cli.views import ask_workers
-from celery_redlock.tasks.recovery.ledger import Moved
+from celery_redlock.tasks.recovery.ledger import MoveResult
 from celery_redlock.tasks.recovery.survey import (
     DEAD,
     SILENT,
@@ -41,8 +41,9 @@ from celery_redlock.tasks.recovery.survey import (
 )
 from celery_redlock.tasks.recovery.tags import moved
 
-LONGEST_AGE = 10 * 366 * 86_400.0  # s
-ASKED = ("active", "reserved", "scheduled", "redlock_waiting")  # of workers: what each has
+MAX_AGE = 10 * 366 * 86_400.0  # s
+# remote control commands that list the messages of a worker
+TASK_QUERIES = ("active", "reserved", "scheduled", "redlock_waiting")
 NO_LEASES = "this broker has no worker leases: only kombu's own transport for Redis has them"
 UNKNOWN_TASK = "of tasks that this app does not know"
 UNKNOWN_QUEUE = "of no queue, or of several, that this app knows"
@@ -50,11 +51,12 @@ UNKNOWN_QUEUE = "of no queue, or of several, that this app knows"
 
 @dataclass(frozen=True)
 class Recovered:
-    """What became of the messages of one worker lease, or of those without one.
+    """The result for the messages of one worker lease, or for those without a lease.
 
-    worker: its name. tasks: how many there were, by task. messages: how many were moved. kept: were
-    moved too often. changed: are acknowledged, or were taken anew meanwhile. refused: why the
-    broker did not take one back, or "".
+    worker: the worker's name; "" without a lease. tasks: the number of messages by task. messages:
+    the number that were moved. kept: the number that stay because they were moved too often.
+    changed: the number that were acknowledged or taken again meanwhile. refused: why the broker
+    did not take a message back; "" if it took all.
     """
 
     worker: str
@@ -65,24 +67,27 @@ class Recovered:
     refused: str = ""
 
     def lines(self) -> list[str]:
-        """Return what was done, for people."""
-        of = self.worker and f" of {self.worker}"
-        lines = [f"moved {counted(self.messages, 'message')}{of} back to their queues"]
+        """Return the result as lines of text."""
+        origin = self.worker and f" of {self.worker}"
+        lines = [f"moved {counted(self.messages, 'message')}{origin} back to their queues"]
         if self.kept:
-            text = f"left {counted(self.kept, 'message')}{of}: {MOVED_TOO_OFTEN}; {BY_HAND}"
+            text = f"left {counted(self.kept, 'message')}{origin}: {MOVED_TOO_OFTEN}; {MOVE_HINT}"
             lines.append(text)
         if self.changed:
-            lines.append(f"left {counted(self.changed, 'message')}{of}: acknowledged or taken anew")
+            lines.append(
+                f"left {counted(self.changed, 'message')}{origin}: acknowledged or taken anew"
+            )
         if self.refused:
-            lines.append(f"the broker does not take back all messages{of}: {self.refused}")
+            lines.append(f"the broker does not take back all messages{origin}: {self.refused}")
         return lines
 
 
 @dataclass(frozen=True)
 class Older:
-    """The messages without a worker lease that are to be moved. left: how many are not, and why.
+    """The messages without a worker lease that are to be moved.
 
-    lists: where each goes, by delivery tag.
+    lists: the Redis list of each message's queue, by delivery tag. left: the number of messages
+    that are not moved, by reason.
     """
 
     messages: Sequence[Unacknowledged] = ()
@@ -93,17 +98,17 @@ class Older:
     def find(cls, survey: Survey, seconds: float) -> Older:
         messages = []
         lists = dict[str, str]()
-        left = Counter[str]()
+        skipped = Counter[str]()
         for message in survey.older_than(seconds):
             name = survey.list_of(message)
             if message.task not in survey.app.tasks:
-                left[UNKNOWN_TASK] += 1
+                skipped[UNKNOWN_TASK] += 1
             elif not name:
-                left[UNKNOWN_QUEUE] += 1
+                skipped[UNKNOWN_QUEUE] += 1
             else:
                 messages.append(message)
                 lists[message.tag] = name
-        return cls(messages, lists, left)
+        return cls(messages, lists, skipped)
 
     @property
     def tasks(self) -> Counter[str]:
@@ -111,82 +116,97 @@ class Older:
 
     def table(self) -> Table:
         oldest = dict[str, float]()
-        for one in self.messages:
-            oldest[one.task] = max(one.taken_for, oldest.get(one.task, 0.0))
+        for message in self.messages:
+            oldest[message.task] = max(message.taken_for, oldest.get(message.task, 0.0))
         rows = [
             (task, str(count), f"{format_duration(oldest[task])} ago")
             for task, count in sorted(self.tasks.items())
         ]
-        none = "No message without a worker lease was taken that long ago."
-        return Table(("TASK", "MESSAGES", "FIRST TAKEN"), rows, none)
+        empty_text = "No message without a worker lease was taken that long ago."
+        return Table(("TASK", "MESSAGES", "FIRST TAKEN"), rows, empty_text)
 
     def left_lines(self) -> list[str]:
         return [f"left {counted(number, 'message')} {why}" for why, number in self.left.items()]
 
     def refuse_if_alive(self, app: Any) -> None:
         """End the command if a worker that answers has one of the messages."""
-        ids = {one.task_id: one.task for one in self.messages}
-        for command in ASKED if ids else ():
+        ids = {message.task_id: message.task for message in self.messages}
+        for command in TASK_QUERIES if ids else ():
             by_worker, cause = ask_workers(app, command)
             if cause:
                 raise command_error(f"no worker can be asked what it runs: {cause}")
             for worker, rows in by_worker.items():
-                found = Counter(ids[one] for one in _ids_in(rows) if one in ids)
-                if found:
-                    names = ", ".join(f"{count} of {task}" for task, count in found.items())
+                counts = Counter(ids[task_id] for task_id in _ids_in(rows) if task_id in ids)
+                if counts:
+                    names = ", ".join(f"{count} of {task}" for task, count in counts.items())
                     raise command_error(
                         f"{worker} lives and has some of these messages ({names}), so none is "
                         "moved: end it first, or give a longer time"
                     )
 
     def move(self, survey: Survey) -> Recovered:
-        """Move the messages, but for those that were taken anew since they were found."""
-        taken = survey.taken([one.tag for one in self.messages])
-        same = [one for one in self.messages if taken.get(one.tag) == one.taken]
-        made = [(one.tag, self.lists[one.tag], moved(one.entry, anew=True)) for one in same]
-        done = survey.ledger.move((tag, name, text) for tag, name, text in made if text is not None)
-        changed = len(self.messages) - done.messages if not done.refused else 0
-        return Recovered("", self.tasks, done.messages, 0, changed, done.refused)
+        """Move the messages, except those that a worker has taken again meanwhile."""
+        times = survey.taken([message.tag for message in self.messages])
+        entries = []
+        for message in self.messages:
+            if times.get(message.tag) == message.taken:
+                entry = moved(message.entry, anew=True)
+                if entry is not None:
+                    entries.append((message.tag, self.lists[message.tag], entry))
+        result = survey.ledger.move(entries)
+        changed = 0 if result.refusal else len(self.messages) - result.messages
+        return Recovered("", self.tasks, result.messages, 0, changed, result.refusal)
 
 
 def _by_task(messages: Sequence[Unacknowledged]) -> Counter[str]:
-    return Counter(one.task or "?" for one in messages)
+    return Counter(message.task or "?" for message in messages)
 
 
 def _ids_in(rows: Any) -> list[str]:
-    """Return the ids of the tasks in what a worker answers; none of one that does not know it."""
-    found = [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
-    scheduled = [row["request"] for row in found if isinstance(row.get("request"), dict)]
-    return [str(row.get("id") or row.get("task_id") or "") for row in (*found, *scheduled)]
+    """Return the ids of the tasks in a worker's answer; none if the answer is an error."""
+    tasks = [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
+    scheduled = [row["request"] for row in tasks if isinstance(row.get("request"), dict)]
+    return [str(row.get("id") or row.get("task_id") or "") for row in (*tasks, *scheduled)]
 
 
 def recover_dead(survey: Survey, *, moves: bool, err: bool) -> list[Recovered]:
-    """Move what has a dead worker lease, after the proof for those that are silent.
+    """Move the messages of dead worker leases; silent leases are proved dead first.
 
-    err: the command's own lines go to stderr. Return what was done, or there is to do.
+    moves: False moves nothing, and returns what would be moved. err: print to stderr.
     """
     if moves:
         survey.ledger.recall()  # as a worker does at its start
-    reports = {one.lease: one for one in survey.leases() if one.state in (SILENT, DEAD)}
-    silent = {name: one for name, one in reports.items() if one.state == SILENT and one.messages}
-    proved = dict[str, str]()
-    if silent:
-        names = ", ".join(map(_name_of, silent.values()))
-        print_all(f"waits until it is sure that no beat comes from {names}", err=err)
-        proved = survey.proved_dead(SystemClock(), silent)
-    dead = [lease for lease, one in reports.items() if one.state == DEAD or lease in proved]
-    found = survey.messages_of(dead)
+    reports = {report.lease: report for report in survey.leases() if report.state in (SILENT, DEAD)}
+    proved = _proved_dead(survey, reports, err=err)
+    dead = [lease for lease, report in reports.items() if report.state == DEAD or lease in proved]
+    messages_of = survey.messages_of(dead)
     recovered = []
     for lease in dead:
-        done = Moved()
-        messages = found[lease]
+        result = MoveResult()
         if moves and (lease not in proved or survey.ledger.declare_dead(lease, proved[lease])):
-            done = survey.ledger.move_all(lease)
-        name = _name_of(reports[lease])
-        tasks = _by_task(messages)
+            result = survey.ledger.move_all(lease)
+        messages = messages_of[lease]
         if messages:
-            recovered.append(Recovered(name, tasks, done.messages, done.kept, 0, done.refused))
+            name = _name_of(reports[lease])
+            counts = (result.messages, result.kept, 0, result.refusal)
+            recovered.append(Recovered(name, _by_task(messages), *counts))
     return recovered
+
+
+def _proved_dead(
+    survey: Survey, reports: Mapping[str, LeaseReport], *, err: bool
+) -> Mapping[str, str]:
+    """Wait for beats of the silent leases with messages; return those that are proved dead."""
+    silent = {
+        lease: report
+        for lease, report in reports.items()
+        if report.state == SILENT and report.messages
+    }
+    if not silent:
+        return {}
+    names = ", ".join(map(_name_of, silent.values()))
+    print_all(f"waits until it is sure that no beat comes from {names}", err=err)
+    return survey.proved_dead(SystemClock(), silent)
 
 
 def _name_of(report: LeaseReport) -> str:
@@ -195,16 +215,16 @@ def _name_of(report: LeaseReport) -> str:
 
 def _table_of(recovered: Sequence[Recovered]) -> Table:
     rows = [
-        (one.worker, task, str(count))
-        for one in recovered
-        for task, count in sorted(one.tasks.items())
+        (result.worker, task, str(count))
+        for result in recovered
+        for task, count in sorted(result.tasks.items())
     ]
     return Table(("WORKER", "TASK", "MESSAGES"), rows, "No message of a dead worker is left.")
 
 
 @redlock.command()
 @click.option(
-    "--older-than", type=click.FloatRange(0.0, LONGEST_AGE), callback=finite, metavar="SECONDS",
+    "--older-than", type=click.FloatRange(0.0, MAX_AGE), callback=finite, metavar="SECONDS",
     help="Also messages without a worker lease that were taken longer ago.",
 )  # fmt: skip
 @click.option("--dry-run", is_flag=True, help="Show what would be moved, and move nothing.")
@@ -224,34 +244,34 @@ def recover(
     moves = not dry_run
     err = as_json
     older = Older()
-    done = None
+    older_result = None
     try:
         with open_survey(app) as survey:
             if survey is None:
                 raise command_error(NO_LEASES)
             recovered = recover_dead(survey, moves=moves, err=err)
             print_all(_table_of(recovered), err=err)
-            print_all(*(line for one in recovered if moves for line in one.lines()), err=err)
+            print_all(*(line for result in recovered if moves for line in result.lines()), err=err)
             if older_than is not None:
                 older = Older.find(survey, older_than)
-                done = _recover_older(survey, older, moves=moves, asks=not yes, err=err)
+                older_result = _recover_older(survey, older, moves=moves, asks=not yes, err=err)
     except RedisError as error:
         raise command_error(f"the broker does not answer: {error}") from None
     data = {
         "dry_run": dry_run,
         "workers": as_data(recovered),
-        "without_lease": as_data(done),
+        "without_lease": as_data(older_result),
         "left": dict(older.left),
     }
-    print_result(as_json, data, *(done.lines() if done and moves else ()))
-    if any(one.refused for one in (*recovered, *([done] if done else []))):
+    print_result(as_json, data, *(older_result.lines() if older_result and moves else ()))
+    if any(result.refused for result in (*recovered, *([older_result] if older_result else []))):
         ctx.exit(1)
 
 
 def _recover_older(
     survey: Survey, older: Older, *, moves: bool, asks: bool, err: bool
 ) -> Recovered | None:
-    """Move what no worker lease protects, once that is confirmed; None if there is nothing."""
+    """Move the messages without a worker lease after a confirmation; None if there are none."""
     print_all(older.table(), *older.left_lines(), err=err)
     if not older.messages:
         return None

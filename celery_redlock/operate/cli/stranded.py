@@ -1,6 +1,7 @@
-"""What the commands show of messages whose worker is gone, and when they are back.
+"""What the commands show of the messages of workers that are gone, and when they are back.
 
-The questions are in `tasks/recovery/survey.py`. Not here: what moves them (`recover.py`).
+Not here: the queries (`tasks/recovery/survey.py`), and the command that moves the messages
+(`recover.py`).
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from celery_redlock.errors import counted
 from celery_redlock.operate.cli.group import Table, as_data, format_duration, within_deadline
 from celery_redlock.operate.lints import ADVICE, WARNING, Lint
 from celery_redlock.tasks.per_app import settings_of
-from celery_redlock.tasks.recovery.observer import LENGTH
+from celery_redlock.tasks.recovery.observer import DETECTION_TIME
 from celery_redlock.tasks.recovery.survey import (
     ALIVE,
     DEAD,
-    LEFT,
+    ORPHANED,
     SILENT,
     LeaseReport,
     Survey,
@@ -26,141 +27,152 @@ from celery_redlock.tasks.recovery.survey import (
     open_survey,
     sweep_of,
 )
-from celery_redlock.tasks.recovery.tags import MOST_MOVES, DeliveryTag
+from celery_redlock.tasks.recovery.tags import MAX_MOVES, DeliveryTag
 from celery_redlock.tasks.settings.levels import visibility_timeout
 from celery_redlock.tasks.startup import locked_tasks
 
 T = TypeVar("T")
 MOVED_TOO_OFTEN = "it was moved too often in a row, so its body may be what ends workers"
-BY_HAND = "`celery redlock recover --older-than` moves it"
+MOVE_HINT = "`celery redlock recover --older-than` moves it"
 
 
 @dataclass(frozen=True)
 class StrandedView:
-    """The worker leases of an app's broker. can: it can have some; with recovery switched off, too.
+    """The worker leases of an app's broker, and when the messages of gone workers are back.
 
-    cause: why the broker could not be asked. visibility: of `visibility_timeout`. is_on: the app's
-    own workers move messages.
+    is_possible: the broker can have worker leases, even if recovery is switched off. visibility:
+    seconds of its visibility timeout; None if it has none. cause: why the broker could not be
+    asked; "" if it could. is_on: the app's own workers move messages.
     """
 
-    can: bool
+    is_possible: bool
     leases: Sequence[LeaseReport] = ()
     visibility: float | None = None
     cause: str = ""
     is_on: bool = True
 
     @classmethod
-    def ask(cls, app: Any, silent: str = "") -> StrandedView:
-        """Ask the broker. silent: why it is known not to answer."""
-        can = has_leases(app)
+    def ask(cls, app: Any, known_cause: str = "") -> StrandedView:
+        """Ask the broker. known_cause: why it is known not to answer; "" if it may answer."""
+        is_possible = has_leases(app)
         is_on = settings_of(app).recovery
         visibility = visibility_timeout(app.conf)
-        if silent or not can:
-            return cls(can, (), visibility, silent, is_on)
+        if known_cause or not is_possible:
+            return cls(is_possible, (), visibility, known_cause, is_on)
         leases, cause = ask_broker(app, Survey.leases)
-        return cls(can, leases or (), visibility, cause, is_on)
+        return cls(is_possible, leases or (), visibility, cause, is_on)
 
     @property
     def stranded(self) -> list[LeaseReport]:
-        """What lies with workers that are gone."""
-        return [one for one in self.leases if one.state != ALIVE and one.messages]
+        """The leases of workers that are gone and still have messages."""
+        return [report for report in self.leases if report.state != ALIVE and report.messages]
 
     def tables(self) -> list[Table]:
-        """Return a table of what lies stranded, none if nothing does."""
+        """Return a table of the stranded messages; no table if there are none."""
         heads = ("STRANDED WITH", "MESSAGES", "NO BEAT FOR", "BACK")
         rows = [
-            (one.worker or "?", str(one.messages), _silent_for(one), self._back(one))
-            for one in self.stranded
+            (report.worker or "?", str(report.messages), _silent_for(report), self._back(report))
+            for report in self.stranded
         ]
         return [Table(heads, rows, "")] if rows else []
 
     def notes(self) -> list[str]:
-        """Return why it is not known what lies stranded, if so."""
+        """Return why the stranded messages are unknown, if they are."""
         text = "the broker cannot be asked whose messages lie stranded"
         return [f"{text}: {self.cause}"] if self.cause else []
 
     def data(self) -> list[dict[str, Any]]:
-        return [as_data(one) for one in self.stranded]
+        return [as_data(report) for report in self.stranded]
 
     def lints(self) -> Iterator[Lint]:
-        """Yield what lies stranded: as a warning, where no worker moves it within seconds."""
-        for one in self.stranded:
-            level = WARNING if one.back_in is None else ADVICE
-            since = f"no beat for {_silent_for(one)}" if one.silent_for else "it is dead"
-            since = MOVED_TOO_OFTEN if one.state == LEFT else since
-            value = counted(one.messages, "message")
+        """Yield the stranded messages; a warning if no worker moves them within seconds."""
+        for report in self.stranded:
+            level = WARNING if report.back_in is None else ADVICE
+            detail = f"no beat for {_silent_for(report)}" if report.silent_for else "it is dead"
+            detail = MOVED_TOO_OFTEN if report.state == ORPHANED else detail
+            value = counted(report.messages, "message")
             yield Lint(
-                level, f"stranded: {one.worker or '?'}", value, f"{since}: back {self._back(one)}"
+                level,
+                f"stranded: {report.worker or '?'}",
+                value,
+                f"{detail}: back {self._back(report)}",
             )
 
     def _back(self, report: LeaseReport) -> str:
-        if report.state == LEFT or (report.back_in is None and not self.is_on):
+        if report.state == ORPHANED or (report.back_in is None and not self.is_on):
             return self._after_visibility()
         if report.back_in is None:
             return "once a worker runs"
         return f"in {format_duration(report.back_in)}" if report.back_in else "now"
 
     def _after_visibility(self, taken_for: float = 0.0) -> str:
-        left = max(0.0, (self.visibility or 0.0) - taken_for)
-        return f"within {format_duration(left)}" if left else "now"
+        remaining = max(0.0, (self.visibility or 0.0) - taken_for)
+        return f"within {format_duration(remaining)}" if remaining else "now"
 
-    def of_gone(self, worker: str) -> str:
-        """Return when the messages of a worker that is gone are back, as the end of a line."""
-        after = self.visibility
-        if after is None:
+    def redelivery_text(self, worker: str) -> str:
+        """Return when the messages of a gone worker are back, as the end of a sentence."""
+        timeout = self.visibility
+        if timeout is None:
             return "the broker delivers the messages that waited in it again, now"
-        others = f"within its visibility_timeout of {after:g} s"
-        its = [one for one in self.stranded if one.worker == worker]
-        if not self.can or self.cause or not (its or self.is_on):
-            return f"the broker delivers the messages that waited in it again, {others}"
-        if not its:
+        redelivery = f"within its visibility_timeout of {timeout:g} s"
+        reports = [report for report in self.stranded if report.worker == worker]
+        if not self.is_possible or self.cause or not (reports or self.is_on):
+            return f"the broker delivers the messages that waited in it again, {redelivery}"
+        if not reports:
             back = "its messages with a worker lease are back in their queues"
         else:
-            count = sum(one.messages for one in its)
-            when = ", ".join(dict.fromkeys(map(self._back, its)))
-            back = f"{count} of its messages with a worker lease are back {when}"
-        return f"{back}; the broker delivers those without one again, {others}"
+            count = sum(report.messages for report in reports)
+            times = ", ".join(dict.fromkeys(map(self._back, reports)))
+            back = f"{count} of its messages with a worker lease are back {times}"
+        return f"{back}; the broker delivers those without one again, {redelivery}"
 
     def place_of(self, app: Any, task_id: str) -> tuple[str, str]:
         """Return the name of a task, and where its unacknowledged message is; "" if nowhere."""
-        if not self.can or self.cause:
+        if not self.is_possible or self.cause:
             return "", ""
-        found, _ = ask_broker(app, lambda survey: survey.find(task_id))
-        texts = [(one.task, self._place(one)) for one in found or ()]
-        return texts[0] if texts else ("", "")
+        messages, _ = ask_broker(app, lambda survey: survey.find(task_id))
+        places = [(message.task, self._place(message)) for message in messages or ()]
+        return places[0] if places else ("", "")
 
     def _place(self, message: Unacknowledged) -> str:
+        """Return where an unacknowledged message is, and when it is back in its queue."""
         tag = DeliveryTag.of(message.tag)
-        own = [one for one in self.leases if tag is not None and one.lease == tag.lease]
-        for one in own:
-            name = one.worker or "its worker"
-            if one.state == ALIVE:
+        report = next(
+            (lease for lease in self.leases if tag is not None and lease.lease == tag.lease), None
+        )
+        is_moved_too_often = message.moves >= MAX_MOVES
+        if report is not None:
+            name = report.worker or "its worker"
+            if report.state == ALIVE:
                 return f"{name} has its message"
-            if one.state == SILENT:
-                return (
-                    f"{name} is gone for {_silent_for(one)}: its message is back {self._back(one)}"
-                )
-            if message.moves < MOST_MOVES:
-                return f"{name} is dead: its message is back {self._back(one)}"
+            if report.state == SILENT:
+                silence = _silent_for(report)
+                return f"{name} is gone for {silence}: its message is back {self._back(report)}"
+            if not is_moved_too_often:
+                return f"{name} is dead: its message is back {self._back(report)}"
         back = self._after_visibility(message.taken_for)
-        if message.moves >= MOST_MOVES:
-            by_hand = "" if own else f", or {BY_HAND}"
-            return f"{MOVED_TOO_OFTEN}: it is back {back}{by_hand}"
-        taken = f"it was taken {format_duration(message.taken_for)} ago, without a worker lease"
-        return f"{taken}: if its worker is gone, it is back {back}"
+        if is_moved_too_often:
+            hint = f", or {MOVE_HINT}" if report is None else ""
+            return f"{MOVED_TOO_OFTEN}: it is back {back}{hint}"
+        age = format_duration(message.taken_for)
+        return (
+            f"it was taken {age} ago, without a worker lease: if its worker is gone, it is back "
+            f"{back}"
+        )
 
 
-NOTHING = StrandedView(False)
+NO_STRANDED_MESSAGES = StrandedView(False)
 
 
 @dataclass(frozen=True)
 class RecoveryTime:
-    """After how many seconds the messages of a dead worker are back, and what lies stranded now.
+    """After how many seconds the messages of a dead worker are back, and what is stranded now.
 
-    state: "on", "off", "refused" by the rights of the broker's user, "none": this broker has no
-    worker leases, or "idle": the app has no locked tasks. locked: of runs that are sure to hold a
-    lock; None as others. others: at least and at most, None if the broker notices a lost
-    connection. missing: the rights.
+    state: "on"; "off"; "refused": the broker's user lacks rights; "none": the broker has no worker
+    leases; "idle": the app has no locked tasks. locked: seconds for messages whose run surely holds
+    a lock; None if they take as long as the others. others: the least and the most seconds for all
+    other messages; None if the broker notices a lost connection. sweep: what a sweep adds. missing:
+    the missing rights.
     """
 
     state: str
@@ -168,52 +180,54 @@ class RecoveryTime:
     others: tuple[float, float] | None
     sweep: str = field(default="", repr=False)
     missing: Sequence[str] = ()
-    stranded: StrandedView = field(default=NOTHING, repr=False)
+    stranded: StrandedView = field(default=NO_STRANDED_MESSAGES, repr=False)
 
     @classmethod
     def of(cls, app: Any) -> RecoveryTime:
-        """Find it for an app; its broker is asked for the rights alone."""
+        """Return the times of an app. Queries the broker for rights and stranded messages."""
         visibility = visibility_timeout(app.conf)
         if not locked_tasks(app):
             return cls("idle", None, None)
         if not has_leases(app):
             return cls("none", None, None if visibility is None else (visibility, visibility))
-        later, sweep = sweep_of(app)
-        least = visibility or 0.0
-        others = least, least + later
+        sweep_delay, sweep = sweep_of(app)
+        earliest = visibility or 0.0
+        other_times = earliest, earliest + sweep_delay
         if not settings_of(app).recovery:
-            return cls("off", None, others, sweep, (), StrandedView.ask(app))
+            return cls("off", None, other_times, sweep, (), StrandedView.ask(app))
         missing, cause = ask_broker(app, lambda survey: survey.ledger.missing_rights())
         if missing:
-            return cls("refused", None, others, sweep, missing)
-        return cls("on", LENGTH, others, sweep, (), StrandedView.ask(app, cause))
+            return cls("refused", None, other_times, sweep, missing)
+        return cls("on", DETECTION_TIME, other_times, sweep, (), StrandedView.ask(app, cause))
 
     def __str__(self) -> str:
         if self.others is None:
             return "recovery: the broker delivers again as it notices that a worker is gone"
-        least, most = self.others
-        after = f"after {least:g} s" if least == most else f"after {least:g} to {most:g} s"
-        by = f"visibility_timeout{self.sweep and f', {self.sweep}'}"
+        earliest, latest = self.others
+        delay = (
+            f"after {earliest:g} s" if earliest == latest else f"after {earliest:g} to {latest:g} s"
+        )
+        setting = f"visibility_timeout{self.sweep and f', {self.sweep}'}"
         if self.locked is None:
-            why = {
+            reasons = {
                 "off": "off (redlock_recovery=False): ",
                 "none": "not possible with this broker: ",
                 "refused": "refused by the broker: ",
             }[self.state]
-            return f"recovery: {why}a dead worker's messages are back {after} ({by})"
+            return f"recovery: {reasons}a dead worker's messages are back {delay} ({setting})"
         return (
             f"recovery: a dead worker's messages are back {self.locked:g} s after its last beat, "
-            f"those whose run may hold no lock {after} ({by})"
+            f"those whose run may hold no lock {delay} ({setting})"
         )
 
     @property
     def lines(self) -> list[str]:
-        """The line of `doctor`, none for an app without locked tasks."""
+        """The line that `doctor` prints; none for an app without locked tasks."""
         return [] if self.state == "idle" else [f"{'ok':<7}  {self}"]
 
     @property
     def lints(self) -> tuple[Lint, ...]:
-        """The rights that are missing, or what lies with workers that are gone."""
+        """A lint of the missing rights, or those of the stranded messages."""
         if not self.missing:
             return tuple(self.stranded.lints())
         hint = (
@@ -232,12 +246,12 @@ def _silent_for(report: LeaseReport) -> str:
 def ask_broker(app: Any, ask: Callable[[Survey], T]) -> tuple[T | None, str]:
     """Ask the broker a question; return its answer and "", else None and the cause.
 
-    The answer is None if it has no worker leases, too.
+    The answer is also None if the broker has no worker leases.
     """
 
-    def within() -> T | None:
+    def ask_survey() -> T | None:
         with open_survey(app) as survey:
             return None if survey is None else ask(survey)
 
-    answer, cause = within_deadline(within)
+    answer, cause = within_deadline(ask_survey)
     return answer, cause

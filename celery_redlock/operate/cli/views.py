@@ -1,7 +1,7 @@
 """What the commands show of nodes, locks, waiting processes and tasks: as tables, lines and JSON.
 
 The queries to the nodes are in `lock/`; the workers are asked here. Not here: the screen of `top`
-(`top.py`), and one task as `show` shows it (`task_view.py`).
+(`top.py`), and one task as `show` shows it (`show.py`).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 
 from celery_redlock import anchors
 from celery_redlock.errors import abstention_cause, counted
+from celery_redlock.lock.model.keys import RUN_PREFIX
 from celery_redlock.lock.platform.clock import SystemClock
 from celery_redlock.lock.reports import (
     BrokenLock,
@@ -31,7 +32,7 @@ from celery_redlock.lock.reports import (
     WaitingProcess,
 )
 from celery_redlock.operate.cli.group import (
-    SHORT_ID,
+    SHORT_ID_LENGTH,
     Table,
     as_data,
     command_error,
@@ -46,7 +47,7 @@ LOCK_HEADS = ("RESOURCE", "HOLDER", "ID", "WORKER", "HELD FOR", "RENEWED", "VALI
 LOCKS_UNKNOWN = "Which locks are held is unknown."
 CLAIMS_UNKNOWN = "Which claims exist is unknown."
 PROCESSES_UNKNOWN = "Which processes wait is unknown."
-DONE_BY_SETUP = {  # by the result of `Address.create_schema`
+SETUP_RESULTS = {  # by the result of `Address.create_schema`
     "trusted": "now, and grants locks",
     "new": "now. Clients were connected, whose locks it does not know: it grants locks after a "
     "grace period",
@@ -78,15 +79,15 @@ def quorum_line(nodes: NodeList) -> str:
 
 def summary_line(nodes: NodeList, lints: Sequence[Lint]) -> str:
     """Return how many problems there are, and what explains them, as `doctor` ends."""
-    silent = [node for node in nodes.nodes if not node.votes]
-    levels = [one.level for one in lints]
-    levels += [ERROR if node.fails else WARNING for node in silent]
-    counts = [counted(levels.count(one), one) for one in (ERROR, WARNING) if one in levels]
+    not_voting = [node for node in nodes.nodes if not node.votes]
+    levels = [finding.level for finding in lints]
+    levels += [ERROR if node.fails else WARNING for node in not_voting]
+    counts = [counted(levels.count(level), level) for level in (ERROR, WARNING) if level in levels]
     if not counts:
         return "No problems found."
-    waits = [not node.fails for node in silent]  # a grace period
+    waits = [not node.fails for node in not_voting]  # a grace period
     codes = [anchors.NODE_FAILS] * (False in waits) + [anchors.NODE_RESTARTED] * (True in waits)
-    codes += [anchors.DOCTOR_REPORTS] * any(one.level != ADVICE for one in lints)
+    codes += [anchors.DOCTOR_REPORTS] * any(finding.level != ADVICE for finding in lints)
     return anchors.see(f"{' and '.join(counts)} found", " and ".join(codes))
 
 
@@ -112,26 +113,30 @@ def lock_name(lock: LockReport) -> str:
 
 def _like(pattern: str, resources: Iterable[str]) -> set[str]:
     """Return the resources that a pattern of the shell, as "stock:*", selects."""
-    return {one for one in resources if one == pattern or fnmatchcase(one, pattern)}
+    return {
+        resource for resource in resources if resource == pattern or fnmatchcase(resource, pattern)
+    }
 
 
-def locks_like(pattern: str, sight: LockList) -> LockList:
+def locks_like(pattern: str, lock_list: LockList) -> LockList:
     """Return the locks and rates of the resources that a pattern selects."""
-    names = {lock.resource for lock in sight.locks} | {rate.resource for rate in sight.rates}
-    return sight.of(_like(pattern, names))
+    names = {lock.resource for lock in lock_list.locks} | {
+        rate.resource for rate in lock_list.rates
+    }
+    return lock_list.of(_like(pattern, names))
 
 
-def lock_tables(sight: LockList, none: str = "No locks are held.") -> list[Table]:
-    """Return a table of the locks, and one of the rates if any is used. none: said of no locks."""
+def lock_tables(lock_list: LockList, empty_text: str = "No locks are held.") -> list[Table]:
+    """Return a table of the locks, and one of the rates if any is used. empty_text: of no locks."""
     rows = []
     heads = [*LOCK_HEADS]
-    is_semaphore = any(lock.limit > 1 for lock in sight.locks)
-    not_held = "not held: no quorum" if sight.is_known else "unknown: no quorum answers"
-    for lock in sight.locks:
+    is_semaphore = any(lock.limit > 1 for lock in lock_list.locks)
+    not_held = "not held: no quorum" if lock_list.is_known else "unknown: no quorum answers"
+    for lock in lock_list.locks:
         held_for = "" if lock.held_for is None else format_duration(lock.held_for)
         valid_for = format_duration(lock.valid_for) if lock.held else not_held
-        ago = lock.since_renewal
-        renewed = "" if ago is None else f"{format_duration(ago)} ago"
+        renewed_ago = lock.since_renewal
+        renewed = "" if renewed_ago is None else f"{format_duration(renewed_ago)} ago"
         votes = f"{len(lock.votes)}, {lock.needed} needed"
         holder = lock.holder
         names = (holder.task or holder.label, holder.task_id, holder.worker)
@@ -139,10 +144,23 @@ def lock_tables(sight: LockList, none: str = "No locks are held.") -> list[Table
         row += [f"{lock.used} of {lock.limit}" if lock.limit > 1 else ""] * is_semaphore
         rows.append(row)
     heads += ["PERMITS"] * is_semaphore
-    none = none if sight.is_known else LOCKS_UNKNOWN
+    empty_text = empty_text if lock_list.is_known else LOCKS_UNKNOWN
     spare = ("VOTES", "RENEWED", "WORKER", "ID", "VALID FOR")
-    locks = Table(heads, rows, none, spare=spare)
-    return [locks, *([rate_table(sight.rates)] if sight.rates else [])]
+    locks = Table(heads, rows, empty_text, spare=spare)
+    return [locks, *([rate_table(lock_list.rates)] if lock_list.rates else [])]
+
+
+def used_tables(lock_list: LockList) -> list[Table]:
+    """Return the tables of `lock_tables` that have rows."""
+    return [table for table in lock_tables(lock_list) if table.rows]
+
+
+def lock_notes(lock_list: LockList) -> list[str]:
+    """Return what explains rows of the locks that no task has asked for by name."""
+    if any(lock.resource.startswith(RUN_PREFIX) for lock in lock_list.locks):
+        name = f"{RUN_PREFIX}<task id>"
+        return [f"{name} locks a message: redelivered, it does not run twice at once"]
+    return []
 
 
 def rate_table(rates: Sequence[RateReport]) -> Table:
@@ -159,79 +177,86 @@ def _next_start(rate: RateReport) -> str:
     return f"in {format_duration(rate.next_start_in)}" if rate.next_start_in else "now"
 
 
-def vote_table(sight: LockList, locks: Sequence[LockReport]) -> Table:
+def vote_table(lock_list: LockList, locks: Sequence[LockReport]) -> Table:
     """Return a table of the nodes that have the keys of locks, and of those that failed."""
     rows = [
-        (lock_name(lock), node, format_duration(left))
+        (lock_name(lock), node, format_duration(expires_in))
         for lock in locks
-        for node, left in lock.votes.items()
+        for node, expires_in in lock.votes.items()
     ]
-    rows += [("", node, cause) for node, cause in sight.failing.items()]
+    rows += [("", node, cause) for node, cause in lock_list.failing.items()]
     heads = ("RESOURCE", "NODE", "KEY EXPIRES IN")
-    first = 0 if len(locks) > 1 else 1  # of one lock its name stands above
-    return Table(heads[first:], [row[first:] for row in rows], "")
+    first_column = 0 if len(locks) > 1 else 1  # of one lock its name stands above
+    return Table(heads[first_column:], [row[first_column:] for row in rows], "")
 
 
-def claim_table(sight: ClaimList) -> Table:
+def claim_table(claim_list: ClaimList) -> Table:
     rows = []
-    for claim in sight.claims:
+    for claim in claim_list.claims:
         expires_in = format_duration(claim.expires_in) if claim.counts else "no quorum has it"
         votes = f"{len(claim.votes)}, {claim.needed} needed"
         state = "sent" if claim.is_sent else "not confirmed"
         rows.append((claim.resource, claim.task, claim.task_id, state, expires_in, votes))
     heads = ("RESOURCE", "TASK", "ID", "STATE", "EXPIRES IN", "VOTES")
-    return Table(heads, rows, "There are no claims." if sight.is_known else CLAIMS_UNKNOWN)
+    return Table(heads, rows, "There are no claims." if claim_list.is_known else CLAIMS_UNKNOWN)
 
 
-def broken_line(one: BrokenLock) -> str:
-    name = lock_name(one.lock)
-    if not one.gone_from and not one.failing:
+def broken_line(broken: BrokenLock) -> str:
+    name = lock_name(broken.lock)
+    if not broken.gone_from and not broken.failing:
         return f"{name} ended before: nothing was broken"
-    text = f"{name} is broken on {', '.join(one.gone_from)}; its holder was {one.lock.holder}"
-    return _with_untold(text, one.failing)
+    text = f"{name} is broken on {', '.join(broken.gone_from)}; its holder was {broken.lock.holder}"
+    return _with_untold(text, broken.failing)
 
 
-def freed_line(one: FreedRate) -> str:
-    rate = one.rate
-    count = max(one.starts_from.values(), default=0)
-    on = ", ".join(one.starts_from) or "no node"
+def freed_line(freed: FreedRate) -> str:
+    rate = freed.rate
+    count = max(freed.starts_from.values(), default=0)
+    on = ", ".join(freed.starts_from) or "no node"
     text = f"{count} starts of {rate.resource} ({rate.rate}) are given back on {on}"
-    return _with_untold(text, one.failing)
+    return _with_untold(text, freed.failing)
 
 
-def ended_line(one: EndedClaim) -> str:
-    claim = one.claim
-    on = ", ".join(one.gone_from) or "no node"
+def ended_line(ended: EndedClaim) -> str:
+    claim = ended.claim
+    on = ", ".join(ended.gone_from) or "no node"
     text = f"the claim of {claim.task}[{claim.task_id}] on {claim.resource} is ended on {on}"
-    return _with_untold(text, one.failing)
+    return _with_untold(text, ended.failing)
 
 
 def _with_untold(text: str, failing: Mapping[str, str]) -> str:
-    rest = "; ".join(f"{node} was not changed: {why}" for node, why in failing.items())
-    return f"{text}. {rest}" if rest else text
+    failures = "; ".join(f"{node} was not changed: {why}" for node, why in failing.items())
+    return f"{text}. {failures}" if failures else text
 
 
 def ask_workers(app: Any, command: str) -> tuple[dict[str, Any], str]:
-    """Return what each worker answers to a remote control command, and why none could be asked."""
+    """Return each worker's answer to a remote control command, and why none could be asked.
+
+    The cause is "" if the broker took the command.
+    """
     replies, cause = within_deadline(
         lambda: app.control.broadcast(command, reply=True, timeout=REPLY_TIMEOUT)
     )
-    return {worker: said for reply in replies or () for worker, said in reply.items()}, cause
+    return {worker: answer for reply in replies or () for worker, answer in reply.items()}, cause
 
 
 def may_begin_id(name: str) -> bool:
     """Return whether a task id may begin with a name, which is a resource otherwise."""
-    return re.fullmatch(f"[0-9a-f-]{{{SHORT_ID},}}(?:[.]{{3}})?", name) is not None  # as in a table
+    return (
+        re.fullmatch(f"[0-9a-f-]{{{SHORT_ID_LENGTH},}}(?:[.]{{3}})?", name) is not None
+    )  # as in a table
 
 
-def whole_id(name: str, known: Collection[str]) -> str:
+def whole_id(name: str, task_ids: Collection[str]) -> str:
     """Return the one known task id that begins with a name, which may begin one."""
-    found = sorted({one for one in known if one.startswith(name.removesuffix("..."))})
-    if name in found or not found:
+    matches = sorted(
+        {task_id for task_id in task_ids if task_id.startswith(name.removesuffix("..."))}
+    )
+    if name in matches or not matches:
         return name
-    if len(found) > 1:
-        raise command_error(f"{name} begins several task ids: {', '.join(found)}")
-    return found[0]
+    if len(matches) > 1:
+        raise command_error(f"{name} begins several task ids: {', '.join(matches)}")
+    return matches[0]
 
 
 @dataclass(frozen=True)
@@ -252,7 +277,7 @@ class WaitersView:
     @classmethod
     def ask(cls, app: Any) -> WaitersView:
         """Ask the nodes and the workers; no worker answers if the broker is down."""
-        # before the workers, whose answers are awaited: else a task that begins meanwhile is shown
+        # before the workers, whose answers take a while: a task that begins meanwhile is shown
         registered = redlock_of(app).waiters()
         by_worker, cause = ask_workers(app, "redlock_waiting")
         waiting = [
@@ -263,7 +288,9 @@ class WaitersView:
         ]
         waiting.sort(key=lambda row: str(row["since"]))
         next_starts = {
-            one.resource: one.next_start for one in registered.processes if one.waits_for == "rate"
+            process.resource: process.next_start
+            for process in registered.processes
+            if process.waits_for == "rate"
         }
         for row in waiting:
             if row.get("rate"):  # an older worker does not say it
@@ -273,7 +300,7 @@ class WaitersView:
 
     @property
     def is_known(self) -> bool:
-        """Whether nobody waits but who is shown."""
+        """Whether all waiting processes and messages are known."""
         return self.registered.is_known and bool(self.workers)
 
     def like(self, pattern: str) -> WaitersView:
@@ -281,7 +308,9 @@ class WaitersView:
         waiting = [row for row in self.waiting if _like(pattern, row["resources"])]
         processes = self.registered.processes
         wrong_type = self.registered.wrong_type
-        return self._only(waiting, _like(pattern, [*wrong_type, *(p.resource for p in processes)]))
+        return self._only(
+            waiting, _like(pattern, [*wrong_type, *(process.resource for process in processes)])
+        )
 
     def for_resource(self, resource: str) -> WaitersView:
         return self._only([row for row in self.waiting if resource in row["resources"]], [resource])
@@ -292,48 +321,54 @@ class WaitersView:
         return self._only(waiting, {resource for row in waiting for resource in row["resources"]})
 
     def _only(self, waiting: Sequence[dict[str, Any]], resources: Collection[str]) -> WaitersView:
-        of_all = self.registered
-        processes = tuple(one for one in of_all.processes if one.resource in resources)
-        wrong = {name: nodes for name, nodes in of_all.wrong_type.items() if name in resources}
-        asked = of_all.asked
-        needed = of_all.needed
-        registered = WaitingList(processes, wrong, of_all.failing, asked, needed)
-        return replace(self, waiting=waiting, registered=registered)
+        registered = self.registered
+        processes = tuple(
+            process for process in registered.processes if process.resource in resources
+        )
+        wrong = {name: nodes for name, nodes in registered.wrong_type.items() if name in resources}
+        asked_nodes = registered.asked
+        quorum = registered.needed
+        selected = WaitingList(processes, wrong, registered.failing, asked_nodes, quorum)
+        return replace(self, waiting=waiting, registered=selected)
 
-    def tables(self, of: str = "") -> tuple[Table, ...]:
-        """Return the processes, the tasks that wait, and what lies with workers that are gone.
+    def tables(self, resource: str = "") -> tuple[Table, ...]:
+        """Return the tables of processes, of waiting tasks, and of stranded messages.
 
-        of: the one resource that is shown.
+        resource: the one resource that is shown; "" for all.
         """
-        suffix = of and f" for {of}"
+        suffix = resource and f" for {resource}"
         stranded = self.stranded.tables()
         if not (self.registered.processes or self.waiting) and self.is_known:
             return Table((), (), f"Nothing waits{suffix}."), *stranded
-        asked = self.registered.asked
+        node_count = self.registered.asked
         is_known = self.registered.is_known
         heads: Sequence[str] = ("RESOURCE", "RANK", "PROCESS", "PID", "WAITED", "NODES", "STATE")
         rows: Sequence[Sequence[str]] = [
             (
-                one.resource, str(one.rank), one.name, "" if one.pid is None else str(one.pid),
-                _waited(one.since) if one.since else "",
-                f"{len(one.nodes)} of {asked}", _state_of(one),
+                process.resource,
+                str(process.rank),
+                process.name,
+                "" if process.pid is None else str(process.pid),
+                _waited(process.since) if process.since else "",
+                f"{len(process.nodes)} of {node_count}",
+                _state_of(process),
             )
-            for one in self.registered.processes
-        ]  # fmt: skip
-        none = f"No process waits{suffix}." if is_known else PROCESSES_UNKNOWN
-        processes = Table(heads, rows, none, spare=("PID", "NODES", "RANK"))
+            for process in self.registered.processes
+        ]
+        empty_text = f"No process waits{suffix}." if is_known else PROCESSES_UNKNOWN
+        processes = Table(heads, rows, empty_text, spare=("PID", "NODES", "RANK"))
         heads = ("WAITS FOR", "TASK", "ID", "WORKER", "WAITED", "DEFERRALS", "TRIES IN", "WHY")
         rows = [
             (
                 ", ".join(row["resources"]), row["task"], row["task_id"], row["worker"],
                 _waited(row["since"]), str(row["deferrals"]),
-                format_duration(row["tries_in"]) if row["tries_in"] else "", _reason_of(row),
+                _next_try(row), _reason_of(row),
             )
             for row in self.waiting
         ]  # fmt: skip
-        none = f"No task waits{suffix}." if self.workers else TASKS_UNKNOWN
+        empty_text = f"No task waits{suffix}." if self.workers else TASKS_UNKNOWN
         spare = ("DEFERRALS", "WORKER", "ID", "TRIES IN")
-        return processes, Table(heads, rows, none, spare=spare), *stranded
+        return processes, Table(heads, rows, empty_text, spare=spare), *stranded
 
     def notes(self) -> list[str]:
         lines = []
@@ -341,13 +376,13 @@ class WaitersView:
             lines.append(f"the workers cannot be asked who waits: {self.cause}")
         elif not self.workers:
             lines.append("no worker answered: tasks that wait in the broker are not listed")
-        listens = {one.name: one.listens for one in self.registered.processes}
+        listens = {process.name: process.listens for process in self.registered.processes}
         for name, is_there in listens.items():
             if "@" not in name or name in self.workers:  # a worker's name; no host has an "@"
                 continue
             text = "did not answer: the messages that wait in it are not shown"
             if not is_there:
-                text = f"is gone: {self.stranded.of_gone(name)}"
+                text = f"is gone: {self.stranded.redelivery_text(name)}"
             lines.append(f"{name} {text}")
         for resource, nodes in self.registered.wrong_type.items():
             text = f"no waiter for {resource} can register on {', '.join(nodes)}"
@@ -364,24 +399,31 @@ def _state_of(process: WaitingProcess) -> str:
         return "gone"
     if process.waits_for == "lock":
         return "waits"
-    soon = process.next_start and f", free in {_seconds_until(process.next_start)}"
-    return f"waits for a start{soon or ''}"
+    next_start = process.next_start and f", free in {_seconds_until(process.next_start)}"
+    return f"waits for a start{next_start or ''}"
+
+
+def _next_try(row: Mapping[str, Any]) -> str:
+    """Return when a message tries next; of a known next start of its rate the reason says it."""
+    if row["next_start"] or not row["tries_in"]:
+        return ""
+    return format_duration(row["tries_in"])
 
 
 def _reason_of(row: Mapping[str, Any]) -> str:
-    soon = row["next_start"] and f", next start in {_seconds_until(row['next_start'])}"
-    return f"{row['reason']}{soon or ''}"
+    next_start = row["next_start"] and f", next start in {_seconds_until(row['next_start'])}"
+    return f"{row['reason']}{next_start or ''}"
 
 
 def _seconds_until(moment: str) -> str:
     """Return how long it is until a moment, in ISO 8601; a past one is now."""
-    left = datetime.fromisoformat(moment).timestamp() - SystemClock().wall_us() / 1e6
-    return format_duration(max(0.0, left))
+    remaining = datetime.fromisoformat(moment).timestamp() - SystemClock().wall_us() / 1e6
+    return format_duration(max(0.0, remaining))
 
 
-def _waited(since: str | None) -> str:
-    """Return how long something waits. since: in ISO 8601; None, and a future moment, is now."""
-    if since is None:
+def _waited(moment: str | None) -> str:
+    """Return how long something waits. moment: in ISO 8601; None and a future one are now."""
+    if moment is None:
         return format_duration(0.0)
-    past = SystemClock().wall_us() / 1e6 - datetime.fromisoformat(since).timestamp()
-    return format_duration(max(0.0, past))
+    seconds = SystemClock().wall_us() / 1e6 - datetime.fromisoformat(moment).timestamp()
+    return format_duration(max(0.0, seconds))

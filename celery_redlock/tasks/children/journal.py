@@ -30,10 +30,10 @@ SIZE = HEADER_SIZE + ENTRY_SIZE * MAX_ENTRIES  # pages that are never written ta
 
 FREE, CLAIMED, HELD, RELEASED = range(4)  # the first byte of an entry
 SIGNED = 1  # the first byte of a slot
-ENDED_AT = 16  # offset of the run that the parent announced as ended
-ENDED_SIZE = 8  # bytes
+END_OFFSET = 16  # offset of the run that the parent announced as ended
+END_SIZE = 8  # bytes
 
-_SEAL = struct.Struct("<II")  # checksum and length of what follows
+_ENTRY_HEADER = struct.Struct("<II")  # checksum and length of what follows
 _CHILD = struct.Struct("<IQ")  # pid, start time
 
 
@@ -76,13 +76,13 @@ def encode_entry(
         *map(str.__str__, texts),  # marshal refuses a subclass of str, as a user's resource may be
     )  # fmt: skip
     body = marshal.dumps(fields)
-    return _SEAL.pack(zlib.crc32(body), len(body)) + body
+    return _ENTRY_HEADER.pack(zlib.crc32(body), len(body)) + body
 
 
 def parse_entry(state: int, encoded: bytes) -> JournalEntry | None:
     """Return the entry in these bytes; None if a dying child has left only a part of it."""
-    checksum, length = _SEAL.unpack_from(encoded)
-    body = encoded[_SEAL.size : _SEAL.size + length]
+    checksum, length = _ENTRY_HEADER.unpack_from(encoded)
+    body = encoded[_ENTRY_HEADER.size : _ENTRY_HEADER.size + length]
     if state not in (CLAIMED, HELD, RELEASED) or not body or len(body) != length:
         return None
     if zlib.crc32(body) != checksum:
@@ -92,7 +92,7 @@ def parse_entry(state: int, encoded: bytes) -> JournalEntry | None:
 
 def _digest(run_id: str) -> bytes:
     text = run_id.encode("utf-8", "surrogatepass")
-    return hashlib.blake2b(text, digest_size=ENDED_SIZE).digest()
+    return hashlib.blake2b(text, digest_size=END_SIZE).digest()
 
 
 class JournalSlot:
@@ -105,8 +105,10 @@ class JournalSlot:
 
     def __init__(self, memory: Any = None) -> None:
         self._memory = mmap.mmap(-1, SIZE) if memory is None else memory
-        last = HEADER_SIZE + ENTRY_SIZE * (MAX_ENTRIES - 1)
-        self._free = list(range(last, 0, -ENTRY_SIZE))  # the lowest offset is used first
+        last_offset = HEADER_SIZE + ENTRY_SIZE * (MAX_ENTRIES - 1)
+        self._free_offsets = list(
+            range(last_offset, 0, -ENTRY_SIZE)
+        )  # the lowest offset is used first
         self._offsets: dict[Lease, int] = {}  # of the entries, in the child
         self._pid = 0
         self._has_warned = False
@@ -126,21 +128,23 @@ class JournalSlot:
         return pid, start_time
 
     def announce_end(self, run_id: str) -> None:
-        """Note, in the parent, that Celery ended a run, whatever its child still sees of that."""
-        self._memory[ENDED_AT : ENDED_AT + ENDED_SIZE] = _digest(run_id)
+        """Note, in the parent, that Celery ended a run, which its child may not learn."""
+        self._memory[END_OFFSET : END_OFFSET + END_SIZE] = _digest(run_id)
 
     def is_end_announced(self, run_id: str) -> bool:
         """Return whether the parent noted the end of this run."""
-        return bytes(self._memory[ENDED_AT : ENDED_AT + ENDED_SIZE]) == _digest(run_id)
+        return bytes(self._memory[END_OFFSET : END_OFFSET + END_SIZE]) == _digest(run_id)
 
     def claiming(
         self, session: bytes, requested_at: float, acquisition: Acquisition, lease: Lease
     ) -> None:
         """Write the entry before the acquire request leaves, so that no kill leaves it unknown."""
-        if os.getpid() != self._pid:  # a fork outside of Python ran no hook: the slot is another's
+        if (
+            os.getpid() != self._pid
+        ):  # after a fork outside of Python, which ran no hook: the slot is the parent's
             return
         encoded = encode_entry(session, requested_at, acquisition, lease)
-        if len(encoded) >= ENTRY_SIZE or not self._free:
+        if len(encoded) >= ENTRY_SIZE or not self._free_offsets:
             if not self._has_warned:
                 self._has_warned = True
                 resource = lease.key.resource
@@ -151,7 +155,7 @@ class JournalSlot:
                     resource, extra={"event": "parent_not_told", "resource": resource},
                 )  # fmt: skip
             return
-        offset = self._free.pop()
+        offset = self._free_offsets.pop()
         self._memory[offset + 1 : offset + 1 + len(encoded)] = encoded
         self._memory[offset] = CLAIMED  # last: a child killed before this leaves no entry
         self._offsets[lease] = offset
@@ -173,7 +177,7 @@ class JournalSlot:
         offset = self._offsets.pop(lease, None)
         if offset is not None:
             self._memory[offset] = FREE
-            self._free.append(offset)
+            self._free_offsets.append(offset)
 
     def read(self) -> Iterator[JournalEntry]:
         for offset in range(HEADER_SIZE, SIZE, ENTRY_SIZE):

@@ -37,13 +37,13 @@ from celery_redlock.tasks.per_app import redlock_of, settings_of
 
 logger = logging.getLogger(__name__)
 
-# a worker has found the class by the time that most ask
+# the fallback is for a worker that has resolved its pool class already
 _get_implementation = find("celery.concurrency:get_implementation", lambda pool: pool)
 
 MAX_UNWATCHED = 1000  # slots of forks that failed, or of children that have not signed theirs yet
 FORK_WAIT = 1.0  # seconds that a fork waits for receivers of signals to return
-POLL_INTERVAL = 0.1  # seconds between looks at a process that has no descriptor to wait for
-RETRY_AFTER = 1.0  # seconds, after an error that no part of ours should raise
+POLL_INTERVAL = 0.1  # seconds between checks of a process that has no descriptor to wait for
+RETRY_AFTER = 1.0  # seconds after an unexpected error
 NOT_RELEASED = "process %d exited: its lock %r is not released and expires with its ttl"
 
 
@@ -59,25 +59,25 @@ class ChildProcess:
         self.pid = pid
         self._start_time = start_time
         self.descriptor = -1
-        self._exited = False
+        self._has_exited = False
         try:
             self.descriptor = os.pidfd_open(pid)
         except ProcessLookupError:
-            self._exited = True
+            self._has_exited = True
         except (AttributeError, OSError):  # not this system, an older kernel, or not allowed
             return
-        self._exited = self._pid_is_reused()
+        self._has_exited = self._pid_is_reused()
 
     def has_exited(self, ready: set[int]) -> bool:
         """Return whether the process has exited. ready: the descriptors that are readable."""
-        if self._exited or self.descriptor >= 0:
-            return self._exited or self.descriptor in ready
+        if self._has_exited or self.descriptor >= 0:
+            return self._has_exited or self.descriptor in ready
         return pid_has_exited(self.pid) or self._pid_is_reused()
 
     def _pid_is_reused(self) -> bool:
         """Return whether the pid is another process's by now; False if a start time is unknown."""
-        now = start_time_of(self.pid)  # 0 if this process may open no more files
-        return now not in (0, self._start_time) and self._start_time != 0
+        start_time = start_time_of(self.pid)  # 0 if this process may open no more files
+        return start_time not in (0, self._start_time) and self._start_time != 0
 
     def close(self) -> None:
         descriptor = self.descriptor
@@ -125,47 +125,47 @@ class Children:
         self.has_reaper = False
         # by the id of a thread that forks: its child's slot, or None without memory for it, and
         # whether the thread has the mutex
-        self._forks: dict[int, tuple[JournalSlot | None, bool]] = {}
+        self._forks_by_thread: dict[int, tuple[JournalSlot | None, bool]] = {}
 
     def before_fork(self) -> None:
         has_mutex = self.sending.acquire(True, FORK_WAIT)
-        made = None
+        new_slot = None
         unwatched = [slot for slot in self.slots if slot not in self.watched]
         if len(unwatched) >= MAX_UNWATCHED:
             self.slots.remove(unwatched[0])
         try:
-            made = JournalSlot()
+            new_slot = JournalSlot()
         except (OSError, ValueError) as error:
             text = "no memory to share with a child of the pool: %s"
             logger.warning(text, error, extra={"event": "no_shared_memory"})
         else:
-            self.slots.append(made)
-        self._forks[get_ident()] = made, has_mutex
+            self.slots.append(new_slot)
+        self._forks_by_thread[get_ident()] = new_slot, has_mutex
 
     def after_fork(self) -> None:
         """Let signals be sent again, in the parent."""
-        _, has_mutex = self._forks.pop(get_ident(), (None, False))
+        _, has_mutex = self._forks_by_thread.pop(get_ident(), (None, False))
         if has_mutex:
             self.sending.release()
 
     def become_child(self) -> JournalSlot | None:
         """In the child, close all but its own slot, sign that slot, and return it."""
         # not the slot of another thread that forks as well
-        own, _ = self._forks.get(get_ident(), (None, False))
+        own_slot, _ = self._forks_by_thread.get(get_ident(), (None, False))
         for process in self.watched.values():
             process.close()
         for slot in self.slots:
-            if slot is not own:
+            if slot is not own_slot:
                 slot.close()
-        if own is not None:
+        if own_slot is not None:
             pid = os.getpid()
-            own.sign(pid, start_time_of(pid))
+            own_slot.sign(pid, start_time_of(pid))
             self.waker.wake()
-        return own
+        return own_slot
 
 
 class ForkingProcess:
-    """What the current process is among forks; replaced by the hooks in each child.
+    """The role of the current process among forks; the hooks change it in each child.
 
     children: in the main process of a worker whose pool forks. slot: in a child of such a process.
     """
@@ -184,11 +184,11 @@ class ForkingProcess:
 
     def after_fork_in_child(self) -> None:
         """Journal this child's locks from now on, unless its parent has no reaper."""
-        parents = self.children
+        parent_children = self.children
         self.children = None
         self.slot = None
-        if parents is not None:
-            self.slot = parents.become_child()
+        if parent_children is not None:
+            self.slot = parent_children.become_child()
         Events.journal = self.slot  # None also in a child's child, which has no reaper
         Events.sending = nullcontext()
 
@@ -214,18 +214,18 @@ def announce_end(pid: int, run_id: str) -> None:
 
 
 def is_end_announced(run_id: str) -> bool:
-    """Return, in a child, whether the main process ended this run: it is done, however it exits."""
+    """Return, in a child, whether the main process ended this run, so that it counts as done."""
     slot = this_process.slot
     return slot is not None and slot.is_end_announced(run_id)
 
 
 def held_by_children() -> list[JournalEntry]:
     """Return an entry for each key that the children of this process hold now as requested."""
-    found: dict[str, JournalEntry] = {}
+    entries_by_value: dict[str, JournalEntry] = {}
     for slot in _slots():
         with suppress(ValueError):  # closed meanwhile: the child has exited
-            found |= {entry.value: entry for entry in slot.read() if entry.state == HELD}
-    return [entry for entry in found.values() if entry.is_requested]
+            entries_by_value |= {entry.value: entry for entry in slot.read() if entry.state == HELD}
+    return [entry for entry in entries_by_value.values() if entry.is_requested]
 
 
 def expect_children(sender: Any, **_: Any) -> Children | None:
@@ -244,8 +244,8 @@ def forks_children(worker: Any) -> bool:
     is one of greenlets. Source: celery.concurrency; BasePool has `uses_semaphore` and `is_green`.
     """
     pool = _get_implementation(worker.pool_cls)
-    is_celerys = pool.__module__.startswith("celery.concurrency.")
-    return bool(pool.uses_semaphore or not (is_celerys or pool.is_green))
+    is_celery_pool = pool.__module__.startswith("celery.concurrency.")
+    return bool(pool.uses_semaphore or not (is_celery_pool or pool.is_green))
 
 
 def watch_children(app: Any, pool: Any) -> None:
@@ -253,9 +253,11 @@ def watch_children(app: Any, pool: Any) -> None:
     children = this_process.children
     if children is None or children.has_reaper:
         return
-    counts = getattr(pool, "uses_semaphore", False)  # only such a pool says how many it has
+    counts_processes = getattr(
+        pool, "uses_semaphore", False
+    )  # only such a pool says how many it has
     # a pool that scales itself may begin without a process
-    if counts and pool.num_processes and not children.slots:
+    if counts_processes and pool.num_processes and not children.slots:
         logger.warning(
             "the pool does not fork its processes: the lock of a killed one expires with its ttl",
             extra={"event": "not_forked"},
@@ -331,19 +333,19 @@ class ChildReaper:
         del self._children.watched[slot]
         process.close()
         by_acquisition = defaultdict[tuple[bytes, int], list[JournalEntry]](list)
-        released = []
+        results = []
         with closing(slot):
             for entry in sorted(slot.read(), key=lambda entry: entry.requested_at):
                 by_acquisition[entry.session, entry.acquisition].append(entry)
             for entries in by_acquisition.values():
                 is_ended = slot.is_end_announced(entries[0].run_id)
                 try:
-                    released.append(self._release(entries, process.pid, is_ended))
+                    results.append(self._release(entries, process.pid, is_ended))
                 except Exception:  # the other locks, and the other children, are still to do
                     resource = entries[0].resource
                     extra = {"event": "child_exited", "pid": process.pid, "resource": resource}
                     logger.warning(NOT_RELEASED, process.pid, resource, extra=extra, exc_info=True)
-        return [held for held in released if held is not None]
+        return [result for result in results if result is not None]
 
     def _release(
         self, entries: list[JournalEntry], pid: int, is_ended: bool
@@ -365,7 +367,9 @@ class ChildReaper:
         if is_ended and states != {CLAIMED}:
             marker = CompletionMarker(first.run_id, settings_of(self._app).done_ttl)
         options = LockOptions(  # as far as the release needs them
-            resources=tuple(dict.fromkeys(one.resource for one in entries if one.is_requested)),
+            resources=tuple(
+                dict.fromkeys(entry.resource for entry in entries if entry.is_requested)
+            ),
             ttl=first.ttl,
             wait=0.0,
             renew=False,
@@ -374,7 +378,7 @@ class ChildReaper:
             sender=self._app.tasks.get(first.task_name),
             marker=marker,
         )
-        keys = [(one.resource, one.limit, one.value) for one in entries]
+        keys = [(entry.resource, entry.limit, entry.value) for entry in entries]
         acquisition = session.release_orphans(options, keys, first.requested_at)
         extra["resource"] = acquisition.resource
         if HELD in states:

@@ -15,9 +15,9 @@ from typing import Any
 
 from celery import bootsteps
 
-# connections that stay free: for what the consumer notes of new messages, and for a command that
-# has it consume from another queue
-SPARE = 2
+# connections that stay free: the consumer needs them for new messages, and for a command that lets
+# it consume from another queue
+SPARE_CONNECTIONS = 2
 
 
 class AcknowledgeInTurn(bootsteps.Step):
@@ -38,23 +38,24 @@ class AcknowledgeInTurn(bootsteps.Step):
 
 
 def in_turn(acknowledge: Callable[..., Any], new_semaphore: Callable[[int], Any]) -> Any:
-    """Return a function that calls `acknowledge`, as often at once as a channel has connections.
+    """Return a function that calls `acknowledge` if the message's channel has a free connection.
 
-    It gets a message's `ack_log_error` or `reject_log_error`. Each channel has its own pool, and
-    here its own turns: one whose connection was lost does not delay the next one.
+    Otherwise it waits for one. It gets a message's `ack_log_error` or `reject_log_error`. Each
+    channel has a pool and a semaphore of its own, so a lost connection delays no other channel.
     """
-    turns: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # by channel
+    semaphores: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # by channel
 
-    def wait_and_acknowledge(answer: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        channel = getattr(getattr(answer, "__self__", None), "channel", None)
+    def wait_and_acknowledge(respond: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        channel = getattr(getattr(respond, "__self__", None), "channel", None)
         # of kombu's Redis transports alone. Source: kombu.transport.redis: Channel
-        most = getattr(channel, "max_connections", None)
-        if not isinstance(most, int):
-            return acknowledge(answer, *args, **options)
-        turn = turns.get(channel)
-        if turn is None:
-            turn = turns[channel] = new_semaphore(max(1, most - SPARE))
-        with turn:
-            return acknowledge(answer, *args, **options)
+        max_connections = getattr(channel, "max_connections", None)
+        if not isinstance(max_connections, int):
+            return acknowledge(respond, *args, **options)
+        semaphore = semaphores.get(channel)
+        if semaphore is None:
+            semaphore = new_semaphore(max(1, max_connections - SPARE_CONNECTIONS))
+            semaphores[channel] = semaphore
+        with semaphore:
+            return acknowledge(respond, *args, **options)
 
     return wait_and_acknowledge

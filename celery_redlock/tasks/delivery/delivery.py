@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from typing import Any, TypedDict, cast
+from typing import Any, TypedDict
 from urllib.parse import quote
 
 from celery.app.task import Context
@@ -17,24 +17,25 @@ from celery_redlock.lock.lock import Lock
 from celery_redlock.lock.platform.clock import SystemClock
 from celery_redlock.tasks.children.reaper import this_process
 from celery_redlock.tasks.delivery.header import DEATHS, LockHeader
-from celery_redlock.tasks.delivery.route import CAME_BACK, Route, has_way_back, queue_of
+from celery_redlock.tasks.delivery.route import DELAYED_EXCHANGE, Route, has_way_back, queue_of
 from celery_redlock.tasks.reporting import StateReporter
 
-RUN_STATE = "_redlock_state"  # the name on a request, never of a header, that has its `RunState`
-SEEN = "redlock_seen"  # the property of a delivery, never of a message, that has its `Seen`
+RUN_STATE = "_redlock_state"  # an attribute of a request, never a header: its `RunState`
+SEEN = "redlock_seen"  # a property of a delivery, never of a message: its `Seen`
 
 clock = SystemClock()  # of `Delivery.received_at`
-_ON_REQUEST = "_redlock_"  # what our names on a request begin with
-_OF_DEATHS = (DEATHS, "x-first-death-", "x-last-death-")  # headers; Source: RabbitMQ, "DLX"
+_REQUEST_PREFIX = "_redlock_"  # of the names that this package sets on a request
+# prefixes of headers. Source: RabbitMQ, "DLX"
+_DEATH_HEADERS = (DEATHS, "x-first-death-", "x-last-death-")
 
 
 class Seen(TypedDict, total=False):
     """What a worker's main process has seen of a delivery; pickled to the child that runs it.
 
-    queue: the name of the one that it came through. received: monotonic seconds at which the run
-    could have begun. named_at: seconds since 1970 at which a release was announced that dispatched
-    the message. has_room: its worker has a waiting room for it. nested: the message has a header
-    called "headers".
+    queue: the name of the queue that the delivery came through. received: monotonic seconds at
+    which the run could have begun. named_at: seconds since 1970 at which the release was announced
+    that dispatched the message. has_room: its worker has a waiting room for it. nested: the message
+    has a header called "headers".
     """
 
     queue: str | None
@@ -47,30 +48,31 @@ class Seen(TypedDict, total=False):
 def seen_of(properties: Mapping[str, Any] | None) -> Seen:
     """Return what is noted in a delivery's properties; nothing outside a locked task's request."""
     seen = (properties or {}).get(SEEN)
-    return cast("Seen", seen) if isinstance(seen, dict) else {}
+    return seen if isinstance(seen, dict) else {}  # type: ignore[return-value]
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class RunState:
-    """What is kept of a run on its request, for those who find no other way to it.
+    """The state of a run, kept on its request, where hooks and signal receivers find it.
 
     header: what the message carries; the main process makes a new request if it changes that.
-    arguments: as they came. locked_run: the one that is to release its lock. lock: what it has
-    asked for; it stays here after the release. goes_on: in another delivery of the message, so that
-    the claim of its send stays. outer_error: was handled when the run began, so it is none of it.
-    Celery copies a request by its names, so the copies of a run share one state.
+    arguments: args and kwargs as they came. locked_run: the run that has to release its lock. lock:
+    the lock of the run, also after its release. continues_elsewhere: another delivery of the
+    message follows, so the claim of its send stays. outer_error: the exception that was being
+    handled when the run began; it is not the run's own.
+    Celery copies a request by its names, so the copies of a request share one state.
     """
 
     header: LockHeader
     arguments: tuple[Sequence[Any], Mapping[str, Any]] | None = None
     locked_run: Any = None
     lock: Lock | None = None
-    goes_on: bool = False
+    continues_elsewhere: bool = False
     outer_error: BaseException | None = None
 
     @classmethod
     def of(cls, request: Any) -> RunState:
-        """Return that of a message's request, which has one from now on."""
+        """Return the state on a request; makes one if the request has none."""
         state = request.__dict__.get(RUN_STATE)
         if not isinstance(state, RunState):  # a header may have that name
             state = cls(LockHeader.of(request))
@@ -89,9 +91,9 @@ class Delivery:
 
     task, request: Celery's, the request as `Context`. header: what the message carries, with what
     the broker says of this delivery. acks_late: the message is acknowledged after the run.
-    is_redelivered: this is not the first delivery, as far as anybody has said.
+    is_redelivered: the broker or the message says that this is not the first delivery.
     may_have_run_elsewhere: another delivery of this message may be running, or have run.
-    received_at: monotonic seconds at which the run could have begun here, None if nobody noted it.
+    received_at: monotonic seconds at which the run could have begun here, None if unknown.
     has_room: it may wait in its worker's memory if refused; an evicted message may not.
     state: what is kept of its run.
     In a worker's main process make a new one each time: Celery rewrites the request there.
@@ -107,8 +109,8 @@ class Delivery:
         self.request = request
         self.state = RunState.of(request)
         self._seen = seen_of(request.properties)
-        at = self._seen.get("received")
-        self.received_at: float | None = at if isinstance(at, float) else None
+        received = self._seen.get("received")
+        self.received_at: float | None = received if isinstance(received, float) else None
         self.has_room = self._seen.get("has_room") is True
         self.acks_late = bool(task.acks_late) and not request.is_eager
         header = self.state.header if header is None else header
@@ -121,7 +123,7 @@ class Delivery:
 
     @property
     def run_id(self) -> RunId:
-        """What tells the run of this delivery from all others, but from redeliveries."""
+        """The id of the run that this delivery leads to; a redelivery has the same one."""
         request = self.request
         queue = ""
         if (request.delivery_info or {}).get("exchange"):
@@ -145,9 +147,9 @@ class Delivery:
         """What the worker's channel knows this delivery by."""
         return str((self.request.properties or {}).get("delivery_tag"))
 
-    def queue(self, known: dict[tuple[str | None, str], str]) -> str:
-        """Return the name of the queue that the message came through; known: as of `queue_of`."""
-        return self._seen.get("queue") or queue_of(self.task.app, self.route, known)
+    def queue(self, cache: dict[tuple[str | None, str], str]) -> str:
+        """Return the name of the queue that the message came through; cache: as of `queue_of`."""
+        return self._seen.get("queue") or queue_of(self.task.app, self.route, cache)
 
     @property
     def is_for_another_queue(self) -> bool:
@@ -158,7 +160,7 @@ class Delivery:
         origin = self.header.origin
         if origin is None or origin.queue is None:
             return False
-        if (self.request.delivery_info or {}).get("exchange") != CAME_BACK:
+        if (self.request.delivery_info or {}).get("exchange") != DELAYED_EXCHANGE:
             return False
         return (self._seen.get("queue") or origin.queue) != origin.queue
 
@@ -194,10 +196,10 @@ class Delivery:
         if request.id in state.revoked:
             return True
         for name in (request.stamped_headers or ()) if state.revoked_stamps else ():
-            stamped = (request.stamps or {}).get(name)
-            revoked = state.revoked_stamps.get(name, ())
-            stamps = stamped if isinstance(stamped, (list, tuple)) else [stamped]
-            if any(stamp in revoked for stamp in stamps):
+            value = (request.stamps or {}).get(name)
+            revoked_values = state.revoked_stamps.get(name, ())
+            values = value if isinstance(value, (list, tuple)) else [value]
+            if any(stamp in revoked_values for stamp in values):
                 return True
         return False
 
@@ -233,14 +235,14 @@ def utc_now() -> datetime:
     return datetime.now(UTC)
 
 
-def moment_of(said: str | datetime) -> datetime:
-    """Return a moment that a send or a message names; one without a time zone is in UTC."""
-    at = datetime.fromisoformat(said) if isinstance(said, str) else said
-    return at if at.tzinfo else at.replace(tzinfo=UTC)
+def moment_of(moment: str | datetime) -> datetime:
+    """Return a datetime that a send or a message names; without a time zone it is in UTC."""
+    parsed = datetime.fromisoformat(moment) if isinstance(moment, str) else moment
+    return parsed if parsed.tzinfo else parsed.replace(tzinfo=UTC)
 
 
 def own_headers(request: Any) -> dict[str, Any]:
-    """Return the headers of a user's own that a message came with.
+    """Return the headers that the sender of a message added to Celery's own.
 
     Source: celery.app.task.Context takes a header called "headers" for all of them.
     """
@@ -248,16 +250,16 @@ def own_headers(request: Any) -> dict[str, Any]:
     if not isinstance(headers, Mapping):  # a sender may write any type
         headers = {}
     if seen_of(request.get("properties")).get("nested"):
-        rest = {name: value for name, value in request.__dict__.items() if name != "headers"}
-        headers = {**(Context(rest).headers or {}), "headers": headers}
+        fields = {name: value for name, value in request.__dict__.items() if name != "headers"}
+        headers = {**(Context(fields).headers or {}), "headers": headers}
     return {
         name: value
         for name, value in headers.items()
-        if not name.startswith((*_OF_DEATHS, _ON_REQUEST))
+        if not name.startswith((*_DEATH_HEADERS, _REQUEST_PREFIX))
     }
 
 
 def received_at(eta: datetime | None) -> float:
     """Return when a run of a message that comes now can begin, in monotonic seconds."""
-    left = 0.0 if eta is None else max(0.0, (eta - utc_now()).total_seconds())
-    return clock.now() + left
+    countdown = 0.0 if eta is None else max(0.0, (eta - utc_now()).total_seconds())
+    return clock.now() + countdown

@@ -12,25 +12,30 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from typing import Any, TypeVar
 
-from celery_redlock.lock.validation import MOST_PERMITS
+from celery_redlock.lock.validation import MAX_PERMITS
 from celery_redlock.signals import LockDeferredEvent
 from celery_redlock.tasks.delivery.route import Route
 
 HEADER = "redlock"
 DEATHS = "x-death"  # RabbitMQ's header
 DELAY_QUEUES = "celery_delayed_"  # Source: kombu.transport.native_delayed_delivery: level_name
-CLOCKS_DIFFER = 1.0  # s: by which two processes may differ in what they know of the nodes' time
-LAST_MOMENT = 1e10  # s: in the year 2286; no number of a header is larger, so none overflows
+CLOCK_TOLERANCE = 1.0  # s by which the estimates of two processes of the nodes' time may differ
+MAX_MOMENT = 1e10  # s: in the year 2286; no number of a header is larger, so none overflows
 
 P = TypeVar("P")
 
 
-def hop_of(left: float, longest: float) -> float:
-    """Return the next countdown of a message that waits for `left` s and goes in hops of `longest`.
+def hop_of(remaining: float, longest: float) -> float:
+    """Return the next countdown, in seconds, of a message that waits in several hops.
 
-    Too little is never left for the last hop: within `CLOCKS_DIFFER` a run would start early.
+    remaining: seconds until its run is due. longest: seconds of one hop at most. The last hop is
+    never shorter than `CLOCK_TOLERANCE`: the run would start too early.
     """
-    return left / 2 if longest < left <= longest + 3 * CLOCKS_DIFFER else min(left, longest)
+    return (
+        remaining / 2
+        if longest < remaining <= longest + 3 * CLOCK_TOLERANCE
+        else min(remaining, longest)
+    )
 
 
 @dataclass(frozen=True)
@@ -67,10 +72,10 @@ class Deferral:
 
     def waited(self, now: float) -> float:
         """Return the seconds since the first try, 0.0 if there was none. now: as `since`."""
-        before = self.had_waited or max(0.0, self.at - self.since)
-        return before + max(0.0, now - self.at) if self.since else 0.0
+        earlier_wait = self.had_waited or max(0.0, self.at - self.since)
+        return earlier_wait + max(0.0, now - self.at) if self.since else 0.0
 
-    def left(self, now: float) -> float:
+    def remaining(self, now: float) -> float:
         """Return the seconds until the next try, below 0 after it. now: as `since`.
 
         At most the countdown: a clock that says more was set back.
@@ -78,7 +83,7 @@ class Deferral:
         return min(self.countdown, self.at + self.countdown - now)
 
     def info(self, now: datetime) -> dict[str, Any]:
-        """Return what is stored and sent with DEFERRED. now: by the own clock, in UTC."""
+        """Return the fields stored and sent with DEFERRED. now: by this process's clock, in UTC."""
         info = {
             "resource": self.resource,
             "holder": self.holder,
@@ -94,8 +99,8 @@ class Deferral:
 
     def event(self) -> LockDeferredEvent:
         waited = self.waited(self.at)
-        found = self.resource, self.holder, self.count, waited, self.countdown
-        return LockDeferredEvent(*found, self.rate)
+        refusal = self.resource, self.holder, self.count, waited, self.countdown
+        return LockDeferredEvent(*refusal, self.rate)
 
 
 NEVER_DEFERRED: Deferral = Deferral()
@@ -105,10 +110,10 @@ NEVER_DEFERRED: Deferral = Deferral()
 class LockHeader:
     """What the message header `redlock` carries; immutable.
 
-    options: those of the call. id: the task that the header belongs to, for subtasks inherit the
-    headers of their parent. retries: the message's own count when it was republished. is_revoked: a
-    worker's main process was told so of this delivery. is_flagged: the broker has said that it is
-    not the first one. waits: how often a redelivery was republished while its first delivery held
+    options: of the call. id: of the task that the header belongs to, because subtasks inherit the
+    headers of their parent. retries: the message's own count when it was republished. is_revoked:
+    the worker's main process found this delivery revoked. is_flagged: the broker flagged it as a
+    redelivery. waits: how often a redelivery was republished while its first delivery held
     the lock. origin: where the message was sent to first, and the queue that this copy of it goes
     back to. unique: of a deduplicated send, as of `ClaimToken`. life: how often RabbitMQ
     dead-lettered the message: each life is a run of its own. eta: of the send, in ISO 8601 or
@@ -138,12 +143,12 @@ class LockHeader:
         header = _read(cls, carried) if isinstance(carried, Mapping) else NO_HEADER
         if header.id not in (None, request.id):
             header = NO_HEADER  # inherited from a parent
-        deaths = _deaths(request)
+        new_deaths = _deaths(request)
         # `is_flagged` alone is no republication: `revoked` writes it, and no count of retries
-        if header.was_republished and (header.retries != request.retries or deaths):
+        if header.was_republished and (header.retries != _retries_of(request) or new_deaths):
             # a real retry takes the lock anew: what the run before it waited is not its own
             header = LockHeader(header.options, header.id, unique=header.unique, life=header.life)
-        return replace(header, life=header.life + deaths) if deaths else header
+        return replace(header, life=header.life + new_deaths) if new_deaths else header
 
     @property
     def was_republished(self) -> bool:
@@ -155,14 +160,14 @@ class LockHeader:
         return replace(self, is_revoked=True)
 
     def redelivered(self) -> LockHeader:
-        """Return the header of a message that a run may have by now, as a broker would flag it."""
+        """Return the header of a message that may be running by now, flagged as a redelivery."""
         return replace(self, is_flagged=True)
 
     def deferred(self, request: Any, deferral: Deferral) -> LockHeader:
         """Return the header of a message that is republished, or waits, for its lock."""
         eta = self.eta if self.was_republished else request.eta or ""
-        own = {"id": request.id, "retries": request.retries, "eta": str(eta)}
-        return replace(self, deferral=deferral, **own)
+        fields = {"id": request.id, "retries": _retries_of(request), "eta": str(eta)}
+        return replace(self, deferral=deferral, **fields)
 
     def waiting_for_first_delivery(self, request: Any, deferral: Deferral) -> LockHeader:
         """Return the header of a redelivery that is republished; its own deferrals begin anew."""
@@ -184,6 +189,14 @@ class LockHeader:
 NO_HEADER = LockHeader()
 
 
+def _retries_of(request: Any) -> int:
+    """Return how often a message was retried; 0 if its sender wrote something else than a count.
+
+    Else no header would be that of its own message, which would be tried again without a pause.
+    """
+    return request.retries if _is_of_kind(request.retries, _COUNT) else 0
+
+
 def _deaths(request: Any) -> int:
     """Return how often a message was dead-lettered since it was sent or republished.
 
@@ -197,12 +210,12 @@ def _deaths(request: Any) -> int:
     for death in deaths:
         if isinstance(death, Mapping) and not str(death.get("queue")).startswith(DELAY_QUEUES):
             count = death.get("count")
-            total += count if _fits(count, _COUNT) and count else 1
+            total += count if _is_of_kind(count, _COUNT) and count else 1
     return total
 
 
 _COUNT = range(10**9)
-_LIMIT = range(1, MOST_PERMITS + 1)
+_LIMIT = range(1, MAX_PERMITS + 1)
 # by part: the fields that a message carries, and their types, ranges or parts
 _KINDS: Mapping[type, Mapping[str, Any]] = {
     Deferral: {
@@ -227,12 +240,12 @@ def _read(kind: type[P], carried: Mapping[str, Any]) -> P:
             fields[name] = _read(field_kind, value)
         elif field_kind is tuple and isinstance(value, (list, tuple)):  # JSON makes lists of tuples
             fields[name] = tuple(map(str, value))
-        elif _fits(value, field_kind):
+        elif _is_of_kind(value, field_kind):
             fields[name] = value
     return kind(**fields)
 
 
-def _fits(value: object, kind: Any) -> bool:
+def _is_of_kind(value: object, kind: Any) -> bool:
     """Return whether a value is of a field's kind; a float stands for seconds, 0 or more."""
     if isinstance(kind, range):
         return type(value) is int and value in kind
@@ -241,4 +254,4 @@ def _fits(value: object, kind: Any) -> bool:
 
 def is_moment(value: object) -> bool:
     """Return whether a value is a number of seconds from 0 on, or such a second since 1970."""
-    return type(value) in (int, float) and 0 <= value <= LAST_MOMENT  # type: ignore[operator]
+    return type(value) in (int, float) and 0 <= value <= MAX_MOMENT  # type: ignore[operator]

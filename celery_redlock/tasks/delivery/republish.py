@@ -46,36 +46,36 @@ from celery_redlock.tasks.delivery.route import (
 
 logger = logging.getLogger(__name__)
 
-_POOL = "billiard.pool:"  # without it, whatever handler the signal has counts
-_SIGNAL = find(f"{_POOL}SIG_SOFT_TIMEOUT", getattr(signal, "SIGUSR1", None))
-_HANDLER = find(f"{_POOL}soft_timeout_sighandler", None)
+_POOL_MODULE = "billiard.pool:"  # without it, whatever handler the signal has counts
+_SIGNAL = find(f"{_POOL_MODULE}SIG_SOFT_TIMEOUT", getattr(signal, "SIGUSR1", None))
+_HANDLER = find(f"{_POOL_MODULE}soft_timeout_sighandler", None)
 _dumps = find("kombu.utils.json:dumps", None)
-_PRIORITY = "_get_message_priority"
+_PRIORITY_METHOD = "_get_message_priority"
 
-BEFORE_REQUEUE = 1.0  # s: else a broker that only takes acknowledgements would spin the message
+REQUEUE_PAUSE = 1.0  # s: else a broker that only takes acknowledgements would spin the message
 # Properties that a transport writes (kombu.transport.virtual, amqp.basic_message), that the new
 # message gets in another way, or that would drop or delay it (RabbitMQ, SQS).
-_OF_TRANSPORTS = frozenset({
+_TRANSPORT_PROPERTIES = frozenset({
     "application_headers", "body_encoding", "content_encoding", "content_type", "delivery_info",
     "delivery_mode", "delivery_tag", "headers", "priority", "reply_to", "expiration",
     "MessageDeduplicationId", "DelaySeconds",
 })  # fmt: skip
 # A property with such a name would become an option of the publisher. No send makes one.
-_OF_PUBLISHERS = frozenset({
+_PUBLISHER_OPTIONS = frozenset({
     *inspect.signature(Producer.publish).parameters, "event_dispatcher", "exchange_type", "message",
     "name", "producer", "queue",
 })  # fmt: skip
 MOVES = "redlock_moves"  # property of a message: how many workers in a row died with it
-_OWN = "redlock_"  # what a worker notes of a delivery, for its own processes
+_OWN_PREFIX = "redlock_"  # what a worker notes of a delivery, for its own processes
 
 
 def own_properties(properties: Mapping[str, Any]) -> dict[str, Any]:
     """Return the properties that the sender gave to a message: Celery passes on unknown options."""
-    theirs = _OF_TRANSPORTS | _OF_PUBLISHERS
+    excluded = _TRANSPORT_PROPERTIES | _PUBLISHER_OPTIONS
     return {
         name: value
         for name, value in properties.items()
-        if value is not None and name not in theirs and not name.startswith(_OWN)
+        if value is not None and name not in excluded and not name.startswith(_OWN_PREFIX)
     }
 
 
@@ -128,7 +128,7 @@ def republish(
             text = "cannot republish %s: %s; the message stays with the broker"
             extra = delivery.log_extra("republish_failed")
             logger.warning(text, delivery, _reason(error), extra=extra)
-            SystemClock().sleep(BEFORE_REQUEUE)
+            SystemClock().sleep(REQUEUE_PAUSE)
         raise Requeue(error, requeue=True) from error
 
 
@@ -143,19 +143,19 @@ def _republish_early(delivery: Delivery, header: LockHeader, send: Callable[...,
     kombu's transports raise anything if a connection breaks in the middle of a publish.
     """
     is_sent = False
-    anew = False
+    is_retry = False
     while not is_sent:
         with contextlib.suppress(SoftTimeLimitExceeded):  # a limit on the body, which has not begun
             try:
                 with without_soft_limit():
-                    send(anew=anew)
+                    send(on_fresh_connection=is_retry)
                     is_sent = True
             except OperationalError as error:  # what kombu makes of all errors of connections
                 raise NotRepublishedError(header, error) from error
             except Exception as error:
-                if anew:
+                if is_retry:
                     raise
-                anew = True
+                is_retry = True
                 text = "cannot republish %s: %r; trying once more on a fresh connection"
                 extra = delivery.log_extra("republish_failed")
                 logger.warning(text, delivery, error, extra=extra)
@@ -167,11 +167,12 @@ def publish(
     countdown: float,
     *,
     at_head: bool = False,
-    anew: bool = False,
+    on_fresh_connection: bool = False,
 ) -> None:
     """Publish past a user's `apply_async`, the task's routes and `task_always_eager`.
 
-    Those are for sends. at_head: as of `republish`. anew: over a fresh connection.
+    Those are for sends. at_head: as of `republish`. on_fresh_connection: not on one of
+    the pool.
     Source: celery.app.base: Celery.send_task makes and sends a message by the same two calls.
     """
     task = delivery.task
@@ -184,28 +185,28 @@ def publish(
         request.id, task.name, args, kwargs, countdown=countdown, **fields
     )
     properties = request.get("properties") or {}
-    carried = replace(header, origin=route).to_message()
+    lock_header = replace(header, origin=route).to_message()
     own_serializer = registry.type_to_name.get(properties.get("content_type"))
-    kept = own_properties(properties)
+    user_properties = own_properties(properties)
     if header.waits and MOVES in properties:  # the run before may be what ended its worker
-        kept[MOVES] = properties[MOVES]
-    with confirming_producer(app, anew=anew) as producer:
+        user_properties[MOVES] = properties[MOVES]
+    with confirming_producer(app, on_fresh_connection=on_fresh_connection) as producer:
         # RabbitMQ refuses the name of a user that is not its connection's
-        user = driver_of(app) == "amqp" and (producer.connection.userid or "guest")
-        if user and kept.get("user_id") != user:
-            kept.pop("user_id", None)
+        user_id = driver_of(app) == "amqp" and (producer.connection.userid or "guest")
+        if user_id and user_properties.get("user_id") != user_id:
+            user_properties.pop("user_id", None)
         send = functools.partial(
             app.amqp.send_task_message,
             producer,
             task.name,
             message,
-            headers={**own_headers(request), HEADER: carried},
+            headers={**own_headers(request), HEADER: lock_header},
             compression=request.get("compression"),
             delivery_mode=properties.get("delivery_mode"),
             priority=(request.delivery_info or {}).get("priority"),
             retry=True,  # else kombu raises errors of connections as the transport's own
             serializer=own_serializer or task.serializer,
-            **kept,
+            **user_properties,
         )
         if not _send_by_delay(app, route, producer, send, countdown):
             with head_of_queues(app, producer) if at_head else contextlib.nullcontext():
@@ -218,14 +219,14 @@ def _send_by_delay(
     """Let RabbitMQ keep a message for its countdown; return whether RabbitMQ does so."""
     if not is_kept_by_broker(app, route):
         return False
-    declared = producer.connection.declared_entities  # kombu empties it at each connect
-    if (refused := ("redlock: no delay", route)) in declared:
+    entities = producer.connection.declared_entities  # kombu empties it at each connect
+    if (mark := ("redlock: no delay", route)) in entities:
         return False
     if on_own_channel(app, producer, functools.partial(bind_to_delay, app, route)):
         with contextlib.suppress(producer.connection.channel_errors):  # it may not write there
             send(**delay_options(route, countdown))
             return True
-    declared.add(refused)
+    entities.add(mark)
     return False
 
 
@@ -236,29 +237,31 @@ def _send_to_queue(app: Any, route: Route, producer: Any, send: Callable[..., ob
     again, for kombu does that only once over a connection.
     """
     options = send_options(app, route)
-    if route.home is None or driver_of(app) != "amqp":
+    if route.home_queue is None or driver_of(app) != "amqp":
         send(**options)
         return
-    queue = app.amqp.queues.get(route.home)
+    queue = app.amqp.queues.get(route.home_queue)
     for is_last in (False, True):
         with noting_returns(producer) as returned:
             send(**options, mandatory=True)
         if not returned:
             return
         if is_last or queue is None or queue.exclusive:
-            raise QueueGoneError(f"queue {route.home!r} is gone, and this worker cannot declare it")
+            raise QueueGoneError(
+                f"queue {route.home_queue!r} is gone, and this worker cannot declare it"
+            )
         on_own_channel(app, producer, lambda channel: queue(channel).declare())
 
 
 def _fields_of_message(delivery: Delivery) -> dict[str, Any]:
-    """Return what Celery writes into a message, beside its arguments, as it was in this one."""
+    """Return the fields that Celery writes into a message, with the values of this message."""
     request = delivery.request
-    hard, soft = request.timelimit or (None, None)
-    stamps = request.stamps or {}
-    stamped = [name for name in request.stamped_headers or () if name in stamps]
+    time_limit, soft_time_limit = request.timelimit or (None, None)
+    stamp_values = request.stamps or {}
+    stamp_names = [name for name in request.stamped_headers or () if name in stamp_values]
     return {
-        **{name: stamps[name] for name in stamped},
-        "stamped_headers": stamped or request.stamped_headers,
+        **{name: stamp_values[name] for name in stamp_names},
+        "stamped_headers": stamp_names or request.stamped_headers,
         "root_id": request.root_id,
         "parent_id": request.parent_id,
         "group_id": request.group,
@@ -269,8 +272,8 @@ def _fields_of_message(delivery: Delivery) -> dict[str, Any]:
         "errbacks": request.errbacks,
         "expires": _expires_of(delivery),
         "retries": request.retries,
-        "time_limit": hard,
-        "soft_time_limit": soft,
+        "time_limit": time_limit,
+        "soft_time_limit": soft_time_limit,
         "reply_to": request.reply_to,
         "origin": request.origin,
         "shadow": request.shadow,
@@ -294,12 +297,12 @@ def _expires_of(delivery: Delivery) -> Any:
 
 @contextlib.contextmanager
 def without_soft_limit() -> Iterator[None]:
-    """Let a soft time limit pass unheard: of a publish that it cuts nobody knows whether it left.
+    """Ignore a soft time limit: if it cut a publish, the message might be sent or not.
 
     Source: billiard.pool, which sends a signal to the child and installs this handler there.
     """
-    heard = _SIGNAL is not None and threading.current_thread() is threading.main_thread()
-    handler = signal.getsignal(_SIGNAL) if heard else None
+    is_signalled = _SIGNAL is not None and threading.current_thread() is threading.main_thread()
+    handler = signal.getsignal(_SIGNAL) if is_signalled else None
     if not callable(handler) or handler is not (_HANDLER or handler):
         yield
         return
@@ -311,16 +314,16 @@ def without_soft_limit() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def confirming_producer(app: Any, *, anew: bool = False) -> Iterator[Any]:
+def confirming_producer(app: Any, *, on_fresh_connection: bool = False) -> Iterator[Any]:
     """Give a producer whose publish returns once the broker has the message.
 
     RabbitMQ says so only where it is asked to: else a message that never left this machine's
     buffers counts as published. Source: kombu.transport.pyamqp, `confirm_publish`.
-    anew: over a connection of its own, where nobody knows what is left of those that are kept.
+    on_fresh_connection: on a new connection, because those of the pool may be broken.
     """
     confirms = driver_of(app) == "amqp"
     options = {"transport_options": {"confirm_publish": True}} if confirms else {}
-    if anew:
+    if on_fresh_connection:
         with app.connection_for_write(**options) as connection:
             yield Producer(connection)
     elif confirms:
@@ -360,15 +363,17 @@ def head_of_queues(app: Any, producer: Any) -> Iterator[None]:
     Without one of these names the message goes to the end of its queue.
     """
     channel = producer.channel
-    parts: list[Any] = [getattr(channel, name, None) for name in ("_put", "_q_for_pri", _PRIORITY)]
-    if driver_of(app) != "redis" or None in (_dumps, *parts):
+    methods: list[Any] = [
+        getattr(channel, name, None) for name in ("_put", "_q_for_pri", _PRIORITY_METHOD)
+    ]
+    if driver_of(app) != "redis" or None in (_dumps, *methods):
         yield
         return
-    put, key_of, priority_of = parts
+    put, key_of, priority_of = methods
 
-    def put_first(queue: str, message: Any, **how: Any) -> None:
+    def put_first(queue: str, message: Any, **options: Any) -> None:
         if queue in (getattr(channel, "_expires", None) or ()):
-            put(queue, message, **how)
+            put(queue, message, **options)
             return
         priority = priority_of(message, reverse=False)
         with channel.conn_or_acquire() as client:
@@ -381,19 +386,21 @@ def head_of_queues(app: Any, producer: Any) -> Iterator[None]:
         channel.__dict__.pop("_put", None)
 
 
-def on_own_channel(app: Any, producer: Any, act: Callable[[Any], None]) -> bool:
+def on_own_channel(app: Any, producer: Any, action: Callable[[Any], None]) -> bool:
     """Call a function with a channel that an error may close; return whether there was no error.
 
     Raises OperationalError if the broker is away.
     """
 
-    def once() -> None:
+    def call_once() -> None:
         with producer.connection.channel() as channel:
-            act(channel)
+            action(channel)
 
-    ensured = producer.connection.ensure(producer, once, **app.conf.task_publish_retry_policy)
+    call_with_retries = producer.connection.ensure(
+        producer, call_once, **app.conf.task_publish_retry_policy
+    )
     try:
-        ensured()
+        call_with_retries()
     except producer.connection.channel_errors as error:
         text = "RabbitMQ refuses what a deferral needs, which goes another way: %s"
         logger.warning(text, error, extra={"event": "republish_refused"})

@@ -25,29 +25,31 @@ from kombu.entity import Exchange, Queue
 
 from celery_redlock.compatibility import find
 
-_NATIVE = "kombu.transport.native_delayed_delivery:"
-_MAX_LEVEL = find(f"{_NATIVE}MAX_LEVEL", None)
-_level_name = find(f"{_NATIVE}level_name", None)
-_calculate_routing_key = find(f"{_NATIVE}calculate_routing_key", None)
+_DELAY_MODULE = "kombu.transport.native_delayed_delivery:"
+_MAX_LEVEL = find(f"{_DELAY_MODULE}MAX_LEVEL", None)
+_level_name = find(f"{_DELAY_MODULE}level_name", None)
+_calculate_routing_key = find(f"{_DELAY_MODULE}calculate_routing_key", None)
 _detect_quorum_queues = find("celery.utils.quorum_queues:detect_quorum_queues", None)
 # else a deferral waits in a worker for its countdown, as with any other queue
 _CAN_DELAY = None not in (_MAX_LEVEL, _level_name, _calculate_routing_key, _detect_quorum_queues)
 
 _MapRoute = find("celery.app.routes:MapRoute", None)  # else no entry of task_routes is known
 
-QUEUE = "redlock_queue"  # in the delivery info of a message, the queue that it came through
+QUEUE_INFO = "redlock_queue"  # in the delivery info of a message, the queue that it came through
 
 # Source for both: kombu.transport.native_delayed_delivery
-CAME_BACK = "celery_delayed_delivery"  # the exchange by which RabbitMQ brings back what it kept
-_DELAYED = re.compile(r"^(?:(?:[01]\.){28})+")
+DELAYED_EXCHANGE = (
+    "celery_delayed_delivery"  # the exchange by which RabbitMQ brings back what it kept
+)
+_DELAY_PREFIX = re.compile(r"^(?:(?:[01]\.){28})+")
 
 
 @dataclass(frozen=True)
 class Route:
-    """Where a message was published to, before RabbitMQ may have kept it back.
+    """Where a message was published to, before RabbitMQ may have delayed it.
 
-    exchange: its name, "" for the default one; None if RabbitMQ kept the message back and nobody
-    noted it. queue: the one that it came through, None if unknown.
+    exchange: its name, "" for the default exchange; None if RabbitMQ delayed the message and its
+    exchange was not recorded. queue: the queue that it came through, None if unknown.
     """
 
     exchange: str | None = None
@@ -56,22 +58,25 @@ class Route:
 
     @classmethod
     def of(
-        cls, where: Mapping[str, Any] | None, noted: str | None = None, queue: str | None = None
+        cls,
+        address: Mapping[str, Any] | None,
+        original_exchange: str | None = None,
+        queue: str | None = None,
     ) -> Route:
-        """Read it from a run's delivery info or from the options of a send.
+        """Return the route in a run's delivery info, or in the options of a send.
 
-        noted: the exchange of a message that RabbitMQ kept back.
+        original_exchange: of a message that RabbitMQ delayed.
         """
-        where = where or {}
-        exchange = where.get("exchange") or ""
-        key = str(where.get("routing_key") or "")
+        address = address or {}
+        exchange = address.get("exchange") or ""
+        key = str(address.get("routing_key") or "")
         exchange = str(getattr(exchange, "name", exchange))
-        if exchange == CAME_BACK:
-            return cls(noted, _DELAYED.sub("", key), queue)
+        if exchange == DELAYED_EXCHANGE:
+            return cls(original_exchange, _DELAY_PREFIX.sub("", key), queue)
         return cls(exchange, key, queue)
 
     @property
-    def home(self) -> str | None:
+    def home_queue(self) -> str | None:
         """The one queue that a message came through; None if unknown."""
         return self.routing_key if self.queue is None and self.exchange == "" else self.queue
 
@@ -102,28 +107,34 @@ class Route:
         """Return whether its routing key fits a binding of a topic exchange."""
         # word by word: a pattern with several "#" would try each way to part the words among them
         words, parts = (key.split(".") if key else [] for key in (self.routing_key, binding))
-        begun = {0}  # how many words the binding may have taken so far
+        counts = {0}  # of words that the parts of the binding so far may stand for
         for part in parts:
             if part == "#":
-                begun = set(range(min(begun, default=len(words) + 1), len(words) + 1))
+                counts = set(range(min(counts, default=len(words) + 1), len(words) + 1))
             else:
-                begun = {i + 1 for i in begun if i < len(words) and part in ("*", words[i])}
-        return len(words) in begun
+                counts = {
+                    count + 1
+                    for count in counts
+                    if count < len(words) and part in ("*", words[count])
+                }
+        return len(words) in counts
 
 
-def _has_headers(headers: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
+def _has_headers(headers: Mapping[str, Any], arguments: Mapping[str, Any]) -> bool:
     """Return whether a headers exchange hands a message on by a binding with these arguments.
 
     Source: https://www.rabbitmq.com/tutorials/amqp-concepts#exchange-headers
     """
-    mode = wanted.get("x-match", "all")
-    asked = {
+    mode = arguments.get("x-match", "all")
+    required = {
         name: value
-        for name, value in wanted.items()
+        for name, value in arguments.items()
         if name != "x-match" and (mode.endswith("-with-x") or not name.startswith("x-"))
     }
-    fits = [name in headers and value in (None, headers[name]) for name, value in asked.items()]
-    return any(fits) if mode.startswith("any") else all(fits)
+    matches = [
+        name in headers and value in (None, headers[name]) for name, value in required.items()
+    ]
+    return any(matches) if mode.startswith("any") else all(matches)
 
 
 def bindings_of(queue: Queue) -> Iterator[tuple[Exchange, str, Mapping[str, Any]]]:
@@ -138,22 +149,22 @@ def bindings_of(queue: Queue) -> Iterator[tuple[Exchange, str, Mapping[str, Any]
         yield binding.exchange, str(binding.routing_key or ""), binding.arguments or {}
 
 
-def queue_of(app: Any, route: Route, known: dict[tuple[str | None, str], str]) -> str:
+def queue_of(app: Any, route: Route, cache: dict[tuple[str | None, str], str]) -> str:
     """Return the queue that a message came through, or the one that its route leads to.
 
-    If none is declared there, it is the routing key. known: queues found before, by exchange and
-    routing key.
+    If none is declared there, it is the routing key. cache: queues found before, by
+    exchange and routing key; changed.
     """
     if route.queue is not None:
         return route.queue
     key = route.routing_key
-    found = known.get((route.exchange, key))
-    if found is not None:
-        return found
+    cached = cache.get((route.exchange, key))
+    if cached is not None:
+        return cached
     reached = _queue_reached(app, route, {})
     if reached is None:
         return key
-    known[route.exchange, key] = reached
+    cache[route.exchange, key] = reached
     return reached
 
 
@@ -166,51 +177,55 @@ def _queue_reached(app: Any, route: Route, headers: Mapping[str, Any]) -> str | 
     if not reached:
         return None
     key = route.routing_key
-    exact = (queue for queue in reached if key in [bound for _, bound, _ in bindings_of(queue)])
-    return str(next(exact, reached[0]).name)
+    bound_by_key = (
+        queue for queue in reached if key in [bound for _, bound, _ in bindings_of(queue)]
+    )
+    return str(next(bound_by_key, reached[0]).name)
 
 
-class OneRoute:
-    """Gives a send the route that was found for it. Celery asks this instead of its own router.
+class FixedRoute:
+    """A router for one send, which returns the route that was found before.
 
-    found: the options that the route has set or changed.
+    route_options: the options that the route has set or changed.
     """
 
-    def __init__(self, found: Mapping[str, Any]) -> None:
-        self.found = found
+    def __init__(self, route_options: Mapping[str, Any]) -> None:
+        self.route_options = route_options
 
     def route(self, options: Mapping[str, Any], *_: Any, **__: Any) -> dict[str, Any]:
         """Return the options of the send with its route; what was added to headers stays."""
-        routed = {**options, **self.found}
-        if self.found.get("headers") and options.get("headers"):
-            routed["headers"] = {**self.found["headers"], **options["headers"]}
+        routed = {**options, **self.route_options}
+        if self.route_options.get("headers") and options.get("headers"):
+            routed["headers"] = {**self.route_options["headers"], **options["headers"]}
         return routed
 
 
 def route_send(
-    task: Any, args: Any, kwargs: Any, options: Mapping[str, Any], bound: Collection[str]
-) -> tuple[str | None, OneRoute]:
+    task: Any, args: Any, kwargs: Any, options: Mapping[str, Any], own_names: Collection[str]
+) -> tuple[str | None, FixedRoute]:
     """Find the route of a send; return its queue, None if unknown, and the route to send it by.
 
     A router of the user's own may count its calls, so that it is asked once for each send.
-    options: as of `send_task`, which takes those in `bound` for itself.
+    options: as of `send_task`, which takes those in `own_names` for itself.
     """
     router = options.get("router") or task.app.amqp.router
-    name = options.get("route_name") or task.name
-    asked = {one: value for one, value in options.items() if one not in bound}
-    routed = router.route(dict(asked), name, args, kwargs, task)
-    found = {one: value for one, value in routed.items() if value is not asked.get(one)}
-    return _queue_to(task, routed), OneRoute(found)
+    task_name = options.get("route_name") or task.name
+    options_to_route = {name: value for name, value in options.items() if name not in own_names}
+    routed = router.route(dict(options_to_route), task_name, args, kwargs, task)
+    changed = {
+        name: value for name, value in routed.items() if value is not options_to_route.get(name)
+    }
+    return _queue_to(task, routed), FixedRoute(changed)
 
 
-def queue_asked(task: Any, args: Any = (), kwargs: Any = None) -> str | None:
+def routed_queue(task: Any, args: Any = (), kwargs: Any = None) -> str | None:
     """Return the queue to which a task is routed, without a send; None if it is unknown.
 
     A function that routes may count its calls, or choose at random, so that none is called.
     """
     options = _routing_of(task)
     router = task.app.amqp.router
-    if all(type(one) is _MapRoute for one in getattr(router, "routes", [router]) or ()):
+    if all(type(route) is _MapRoute for route in getattr(router, "routes", [router]) or ()):
         return _queue_to(task, router.route(options, task.name, args, kwargs or {}, task))
     return _queue_to(task, options) if options.get("queue") else None
 
@@ -231,12 +246,12 @@ def _queue_to(task: Any, options: Mapping[str, Any]) -> str | None:
         name = str(getattr(queue, "name", queue))
         declared = queue if hasattr(queue, "exchange") else task.app.amqp.queues.get(name)
         exchange = getattr(declared, "exchange", None)
-        kind = options.get("exchange_type") or getattr(exchange, "type", "direct")
-        if kind == "direct" or (not route.exchange and kind == "fanout"):
+        exchange_type = options.get("exchange_type") or getattr(exchange, "type", "direct")
+        if exchange_type == "direct" or (not route.exchange and exchange_type == "fanout"):
             return name
         if not route.exchange and exchange is not None:
             own_key = str(getattr(declared, "routing_key", ""))
-            if kind == "topic" and route.routing_key in ("", own_key):
+            if exchange_type == "topic" and route.routing_key in ("", own_key):
                 return name
             route = Route(str(exchange.name), route.routing_key or own_key)
     if route.exchange == "":
@@ -246,10 +261,10 @@ def _queue_to(task: Any, options: Mapping[str, Any]) -> str | None:
 
 
 def _routing_of(task: Any) -> dict[str, Any]:
-    """Return what a task says of its sends, which a router may look at."""
-    own = getattr(task, "_get_exec_options", None)
-    if own is not None:
-        return dict(own())
+    """Return the options of a task that a router may read."""
+    get_options = getattr(task, "_get_exec_options", None)
+    if get_options is not None:
+        return dict(get_options())
     return {name: getattr(task, name, None) for name in ("queue", "exchange", "routing_key")}
 
 
@@ -299,7 +314,7 @@ def bind_to_delay(app: Any, route: Route, channel: Any) -> None:
     """
     for queue, exchange, key in _bindings_of_delay(app, route):
         topic = key if key.startswith("#") else f"#.{key}"
-        exchange(channel).bind_to(CAME_BACK, routing_key=topic)
+        exchange(channel).bind_to(DELAYED_EXCHANGE, routing_key=topic)
         queue(channel).bind_to(exchange.name, routing_key=topic)
 
 
@@ -327,9 +342,14 @@ def delay_options(route: Route, countdown: float) -> dict[str, Any]:
 
     countdown: s, as of `whole_seconds`. Source: celery.app.base: Celery.send_task.
     """
-    kept = _calculate_routing_key(int(countdown), route.routing_key)
-    first = Exchange(_level_name(_MAX_LEVEL), type="topic")
-    return {"exchange": first, "routing_key": kept, "exchange_type": "topic", "declare": []}
+    delay_key = _calculate_routing_key(int(countdown), route.routing_key)
+    delay_exchange = Exchange(_level_name(_MAX_LEVEL), type="topic")
+    return {
+        "exchange": delay_exchange,
+        "routing_key": delay_key,
+        "exchange_type": "topic",
+        "declare": [],
+    }
 
 
 def send_options(app: Any, route: Route) -> dict[str, Any]:
@@ -339,15 +359,20 @@ def send_options(app: Any, route: Route) -> dict[str, Any]:
     is there in most cases, for the message came through it. Source: celery.app.amqp.
     """
     key = route.routing_key
-    home = route.home
-    if home is None:
-        exchange = CAME_BACK if route.exchange is None else route.exchange
+    home_queue = route.home_queue
+    if home_queue is None:
+        exchange = DELAYED_EXCHANGE if route.exchange is None else route.exchange
         # said to be a topic: by a direct exchange Celery would take an empty key for none
         return {"exchange": exchange, "routing_key": key, "exchange_type": "topic", "declare": []}
-    declared = app.amqp.queues.get(home)
-    lasts = declared is not None and not (declared.auto_delete or declared.exclusive)
-    declare = [declared] if lasts else []
-    return {"queue": Queue(home), "exchange": "", "routing_key": home, "declare": declare}
+    declared = app.amqp.queues.get(home_queue)
+    is_lasting = declared is not None and not (declared.auto_delete or declared.exclusive)
+    declare = [declared] if is_lasting else []
+    return {
+        "queue": Queue(home_queue),
+        "exchange": "",
+        "routing_key": home_queue,
+        "declare": declare,
+    }
 
 
 class RecordQueueNames(bootsteps.StartStopStep):
@@ -364,20 +389,20 @@ class RecordQueueNames(bootsteps.StartStopStep):
         """Take part in what the consumer is about to consume, also after a lost connection."""
         channel = parent.task_consumer.channel
         consume = channel.basic_consume
-        if not hasattr(consume, QUEUE):
-            channel.basic_consume = _naming(consume)
+        if not hasattr(consume, QUEUE_INFO):
+            channel.basic_consume = _recording(consume)
 
 
-def _naming(consume: Callable[..., Any]) -> Callable[..., Any]:
+def _recording(consume: Callable[..., Any]) -> Callable[..., Any]:
     def basic_consume(queue: str, *args: Any, callback: Any = None, **options: Any) -> Any:
         def deliver(message: Any) -> Any:
-            where = getattr(message, "delivery_info", None)
-            if isinstance(where, dict):
-                where[QUEUE] = queue
+            delivery_info = getattr(message, "delivery_info", None)
+            if isinstance(delivery_info, dict):
+                delivery_info[QUEUE_INFO] = queue
             return callback(message)
 
         return consume(queue, *args, callback=callback and deliver, **options)
 
     functools.update_wrapper(basic_consume, consume)
-    setattr(basic_consume, QUEUE, True)
+    setattr(basic_consume, QUEUE_INFO, True)
     return basic_consume

@@ -23,8 +23,10 @@ from celery_redlock.tasks.settings.call import TaskCall
 from celery_redlock.tasks.settings.options import Backoff, TaskLockOptions
 
 STRATEGIES = ("defer", "skip", "fail")
-OF_REDELIVERIES = Backoff(first=1.0, cap=30.0)  # between the tries of a redelivered message
-AFTER_LEASE = 0.25  # s: tries after the end of a lease are spread over it, or over `first` if less
+REDELIVERY_BACKOFF = Backoff(first=1.0, cap=30.0)  # between the tries of a redelivered message
+LEASE_END_SPREAD = (
+    0.25  # s after the end of a lease over which tries are spread; `first` if that is less
+)
 
 Uniform = Callable[[float, float], float]  # draws between two bounds
 
@@ -55,16 +57,16 @@ class Contention:
 class Refusal:
     """A run's failed acquire.
 
-    at: seconds since 1970, by the clocks of the lock nodes. resources: all that it asked for.
-    before: the last deferral of its message.
+    refused_at: seconds since 1970, by the clocks of the lock nodes. resources: all that the run
+    asked for. last_deferral: of its message, before this refusal.
     """
 
     error: NotAcquired
-    at: float
+    refused_at: float
     options: TaskLockOptions
     resources: tuple[str, ...]
     call: TaskCall
-    before: Deferral
+    last_deferral: Deferral
 
 
 @dataclass(frozen=True)
@@ -87,17 +89,17 @@ def decide(refusal: Refusal, countdown_cap: float, uniform: Uniform) -> Decision
     """
     error = refusal.error
     options = refusal.options
-    before = refusal.before
-    taken = error if isinstance(error, LockTaken) else None
-    waited = before.waited(refusal.at)
+    last_deferral = refusal.last_deferral
+    lock_taken = error if isinstance(error, LockTaken) else None
+    waited = last_deferral.waited(refusal.refused_at)
     max_wait = options.max_wait
-    strategy = options.on_unreachable if taken is None else options.on_conflict
-    if taken is not None and callable(strategy):
-        strategy = _asked(refusal, taken, waited)
+    strategy = options.on_unreachable if lock_taken is None else options.on_conflict
+    if lock_taken is not None and callable(strategy):
+        strategy = _call_on_conflict(refusal, lock_taken, waited)
     if strategy == "skip":
-        rate = "" if taken is None else taken.rate
-        is_ = "" if rate else f"{error.resource!r} is "
-        return Skip(f"{is_}{describe_refusal(error)}", rate)
+        rate = "" if lock_taken is None else lock_taken.rate
+        subject = "" if rate else f"{error.resource!r} is "
+        return Skip(f"{subject}{describe_refusal(error)}", rate)
     if strategy == "run":
         return "run"
     if strategy == "fail":
@@ -105,38 +107,42 @@ def decide(refusal: Refusal, countdown_cap: float, uniform: Uniform) -> Decision
     if max_wait is not None and waited >= max_wait:
         if options.on_give_up == "fail":
             return "fail"
-        return Skip(f"gave up on {error.resource!r} after {waited:.1f} s, {before.count} deferrals")
-    countdown = countdown_of(options.backoff, before.count, error, countdown_cap, uniform)
+        return Skip(
+            f"gave up on {error.resource!r} after {waited:.1f} s, {last_deferral.count} deferrals"
+        )
+    countdown = countdown_of(options.backoff, last_deferral.count, error, countdown_cap, uniform)
     if max_wait is not None:
         countdown = min(countdown, max_wait - waited)
-    waits = taken is not None and options.on_conflict == "defer" and max_wait is None
+    waits_for_release = (
+        lock_taken is not None and options.on_conflict == "defer" and max_wait is None
+    )
     # only a run asks a callable: the waiting room would ask for the lock with an old limit
-    waits = waits and not callable(options.limit)
+    waits_for_release = waits_for_release and not callable(options.limit)
     return Deferral(
-        count=before.count + 1,
-        since=before.since or refusal.at,
-        at=refusal.at,
+        count=last_deferral.count + 1,
+        since=last_deferral.since or refusal.refused_at,
+        at=refusal.refused_at,
         countdown=countdown,
         had_waited=waited,
         resource=error.resource,
         resources=refusal.resources,
-        holder="" if taken is None else taken.holder,
-        expires_in=None if taken is None else taken.expires_in,
-        limit=1 if taken is None else taken.limit,
-        rate="" if taken is None else taken.rate,
-        is_taken=taken is not None,
+        holder="" if lock_taken is None else lock_taken.holder,
+        expires_in=None if lock_taken is None else lock_taken.expires_in,
+        limit=1 if lock_taken is None else lock_taken.limit,
+        rate="" if lock_taken is None else lock_taken.rate,
+        is_taken=lock_taken is not None,
         why=describe_refusal(error),
-        waits_for_release=waits,
+        waits_for_release=waits_for_release,
     )
 
 
-def _asked(refusal: Refusal, taken: LockTaken, waited: float) -> str:
-    """Return what a callable `on_conflict` decides."""
+def _call_on_conflict(refusal: Refusal, lock_taken: LockTaken, waited: float) -> str:
+    """Return the strategy that a callable `on_conflict` returns; raises SettingsError."""
     on_conflict = refusal.options.on_conflict
     call = refusal.call
     contention = Contention(
-        taken.resource, taken.holder, refusal.before.count, waited,
-        call.task, tuple(call.args), dict(call.kwargs), taken.rate, taken.expires_in,
+        lock_taken.resource, lock_taken.holder, refusal.last_deferral.count, waited,
+        call.task, tuple(call.args), dict(call.kwargs), lock_taken.rate, lock_taken.expires_in,
     )  # fmt: skip
     cause: Exception | None = None
     try:
@@ -148,39 +154,41 @@ def _asked(refusal: Refusal, taken: LockTaken, waited: float) -> str:
     except Exception as error:
         cause = error
         hint = f"the callable raised {type(error).__name__}: {error}"
-    level = f"resource {taken.resource!r}"
+    level = f"resource {lock_taken.resource!r}"
     raise SettingsError(level, "on_conflict", repr(on_conflict), hint) from cause
 
 
 def countdown_of(
-    backoff: Backoff, tries: int, refusal: Exception, cap: float, uniform: Uniform
+    backoff: Backoff, attempt: int, refusal: Exception, cap: float, uniform: Uniform
 ) -> float:
-    """Return the seconds until the next try of a message, `cap` at most.
+    """Return the seconds until the next try of a message.
 
-    They end with the lease that refused: a dead holder announces nothing. If a rate refused, they
-    do not end before its next start. If nodes in their grace period did, they end with the first
-    grace period, or at the backoff's cap: a broker that keeps the message hears of no `trust`. A
-    crowd that waits for one of these is spread by the backoff.
+    attempt: 0 for the first. refusal: the error of the try. cap: seconds.
+    If a lock is taken, the countdown ends with the holder's lease at the latest, because a dead
+    holder announces no release. If a rate refused, it does not end before the next start. If nodes
+    are in their grace period, it ends with the first grace period, or at the backoff's cap: a
+    message that the broker delays learns of no `trust`. The backoff spreads a crowd of messages
+    that wait for the same moment.
     """
-    countdown = min(backoff.delay(tries, uniform), cap)
+    countdown = min(backoff.delay(attempt, uniform), cap)
     if isinstance(refusal, QuorumUnreachable) and refusal.votes_in is not None:
         return min(cap, backoff.cap, refusal.votes_in + uniform(0.0, backoff.first))
     if not isinstance(refusal, LockTaken) or refusal.expires_in is None:
         return countdown
-    ends = refusal.expires_in + uniform(0.0, min(AFTER_LEASE, backoff.first))
-    return min(cap, max(ends, countdown)) if refusal.rate else min(countdown, ends)
+    lease_end = refusal.expires_in + uniform(0.0, min(LEASE_END_SPREAD, backoff.first))
+    return min(cap, max(lease_end, countdown)) if refusal.rate else min(countdown, lease_end)
 
 
 def with_history(refusal: Refusal) -> NotAcquired:
     """Return the error with how long the message has waited, and how often it was deferred."""
     error = refusal.error
-    deferrals = refusal.before.count
-    waited = refusal.before.waited(refusal.at)
+    deferrals = refusal.last_deferral.count
+    waited = refusal.last_deferral.waited(refusal.refused_at)
     if isinstance(error, QuorumUnreachable):
         return QuorumUnreachable(error.resource, error.causes, error.quorum, waited, deferrals)
     if isinstance(error, LockTaken):
-        found = error.resource, error.holder, error.expires_in
-        return LockTaken(*found, waited, deferrals, error.ttl, error.limit, error.rate)
+        fields = error.resource, error.holder, error.expires_in
+        return LockTaken(*fields, waited, deferrals, error.ttl, error.limit, error.rate)
     return error
 
 

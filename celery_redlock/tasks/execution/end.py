@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 from celery import states as celery_states
 from celery.exceptions import Reject, Retry
@@ -20,9 +20,10 @@ from celery_redlock.tasks.unique.claim import end_claim
 
 
 def is_completed(state: str | None, outcome: object) -> bool:
-    """Return whether a run that ended like this is completed: its message does not come back.
+    """Return whether a run is completed, so that its message does not come back.
 
-    state: the tracer's word, None if an exception passed it.
+    state: as Celery's tracer names the end, None if an exception passed the tracer. outcome: the
+    result or error.
     Source: celery.worker.request: Request.on_success, on_failure and on_retry. A MemoryError ends
     the worker with the message unacknowledged.
     """
@@ -60,26 +61,69 @@ def end_run(task: Any, retval: Any, state: str | None, error: BaseException | No
     if run is None and HEADER not in request.__dict__:
         return  # released already, and no claim to end
     delivery = Delivery(task, request) if run is None else run.delivery
-    is_gone = not delivery.acks_late  # its message
-    goes_on = state == celery_states.RETRY or delivery.state.goes_on
     if error is None or error is delivery.state.outer_error:
         completed = is_completed(state, retval)
+        is_acknowledged = not delivery.acks_late
+        continues = state == celery_states.RETRY or delivery.state.continues_elsewhere
     else:
-        # Source: celery.worker.request: Request.on_failure handles the message of a child as if the
-        # run had ended with that. In other pools task_failure ends the claim, if it is handled.
-        kind = celery_states.REJECTED if isinstance(error, Reject) else celery_states.FAILURE
-        is_final = isinstance(error, Exception) and is_completed(kind, error)
-        is_gone = is_gone or (is_final and this_process.slot is not None)
-        is_of_hook = run is not None and run.outcome_stored
-        completed = (is_final and is_of_hook) or is_end_announced(str(delivery.run_id))
-        if not isinstance(error, Exception) and getattr(task, "retry_on_worker_lost", False):
-            goes_on = True  # the main process publishes a retry
-        while not goes_on and error is not None:  # a retry is published before its state is stored
-            goes_on = isinstance(error, Retry)
-            error = error.__context__
-    if (completed or is_gone) and not goes_on and delivery.header.unique is not None:
+        has_outcome = run is not None and run.outcome_stored
+        run_end = _end_by_exception(delivery, state, error, has_outcome=has_outcome)
+        completed, is_acknowledged, continues = run_end
+    if (completed or is_acknowledged) and not continues and delivery.header.unique is not None:
         end_claim(task.app, delivery.header)
-    if run is not None:
-        if run.body_began and not delivery.acks_late:
-            completed = delivery.may_have_run_elsewhere  # no other publication of it is to run
+    if run is None:
+        return
+    if run.body_began and not delivery.acks_late:
+        # another publication of the message must not run the body again
+        run.release(completed=delivery.may_have_run_elsewhere)
+    else:
         run.release(completed=completed)
+
+
+class _RunEnd(NamedTuple):
+    """How a run ended.
+
+    completed: as of `is_completed`. is_acknowledged: the broker has the message no more.
+    continues: a retry or another delivery follows, and the claim of the send stays for it.
+    """
+
+    completed: bool
+    is_acknowledged: bool
+    continues: bool
+
+
+def _end_by_exception(
+    delivery: Delivery, state: str | None, error: BaseException, *, has_outcome: bool
+) -> _RunEnd:
+    """Return how a run ended whose exception passes Celery's tracer.
+
+    has_outcome: the outcome was stored before, so a hook of the user's raised it.
+    Source: celery.worker.request: Request.on_failure handles the message of a child as if the run
+    had ended with that. In other pools task_failure ends the claim, if it is handled.
+    """
+    kind = celery_states.REJECTED if isinstance(error, Reject) else celery_states.FAILURE
+    is_final = isinstance(error, Exception) and is_completed(kind, error)
+    # the main process publishes a retry
+    is_retried = not isinstance(error, Exception) and getattr(
+        delivery.task, "retry_on_worker_lost", False
+    )
+    return _RunEnd(
+        completed=(is_final and has_outcome) or is_end_announced(str(delivery.run_id)),
+        is_acknowledged=not delivery.acks_late or (is_final and this_process.slot is not None),
+        continues=(
+            state == celery_states.RETRY
+            or delivery.state.continues_elsewhere
+            or is_retried
+            or _has_published_retry(error)
+        ),
+    )
+
+
+def _has_published_retry(error: BaseException) -> bool:
+    """Return whether a Retry led to an error: a retry is published before its state is stored."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, Retry):
+            return True
+        cause = cause.__context__
+    return False

@@ -16,17 +16,19 @@ from celery.exceptions import Ignore
 from celery_redlock import signals
 from celery_redlock.errors import LockTaken, NotAcquired, QuorumUnreachable, RedlockError
 from celery_redlock.label import is_of_run
+from celery_redlock.lock.engine.acquirer import SupersededError
 from celery_redlock.tasks.delivery.delivery import Delivery, clock, utc_now
-from celery_redlock.tasks.delivery.header import CLOCKS_DIFFER, Deferral, LockHeader, hop_of
+from celery_redlock.tasks.delivery.header import CLOCK_TOLERANCE, Deferral, LockHeader, hop_of
 from celery_redlock.tasks.delivery.republish import NotRepublishedError, republish
 from celery_redlock.tasks.delivery.route import has_quorum_queues, is_kept_by_broker, whole_seconds
 from celery_redlock.tasks.execution.completion_markers import (
     is_completed_since,
+    later_send,
     raise_if_superseded,
     ran_since,
 )
 from celery_redlock.tasks.execution.deferral import (
-    OF_REDELIVERIES,
+    REDELIVERY_BACKOFF,
     Refusal,
     Skip,
     countdown_of,
@@ -35,7 +37,7 @@ from celery_redlock.tasks.execution.deferral import (
     with_history,
 )
 from celery_redlock.tasks.per_app import settings_of, time_of_nodes
-from celery_redlock.tasks.recovery.keeper import leave_if_moved
+from celery_redlock.tasks.recovery.keeper import end_if_moved
 from celery_redlock.tasks.reporting import StateReporter
 
 logger = logging.getLogger(__name__)
@@ -45,37 +47,39 @@ FIRST_PAUSE_IN_SLOT = 0.5
 LONGEST_PAUSE_IN_SLOT = 10.0
 
 
-def pause_in_slot(delivery: Delivery, unsent: NotRepublishedError, before: float) -> float:
-    """Return for how many seconds a message waits that the broker did not take back.
+def pause_in_slot(delivery: Delivery, error: NotRepublishedError, last_pause: float) -> float:
+    """Return the seconds that a message waits in its slot until it is republished again.
 
-    It tries to be republished again then. before: its last pause, 0.0 for the first. Raises
-    RedlockError if its queue stays away: only that of a worker comes back.
+    error: why the broker did not take it back. last_pause: seconds, 0.0 before the first. Raises
+    RedlockError if its queue is gone for good: only a worker's own queue comes back.
     """
-    pause = min(LONGEST_PAUSE_IN_SLOT, 2 * before or FIRST_PAUSE_IN_SLOT)
-    if unsent.is_gone and pause == LONGEST_PAUSE_IN_SLOT:
-        raise RedlockError(f"cannot be deferred: {unsent.reason}") from unsent
+    pause = min(LONGEST_PAUSE_IN_SLOT, 2 * last_pause or FIRST_PAUSE_IN_SLOT)
+    if error.is_gone and pause == LONGEST_PAUSE_IN_SLOT:
+        raise RedlockError(f"cannot be deferred: {error.reason}") from error
     text = "cannot republish %s: %s; it waits in its slot, and tries again soon"
-    logger.warning(text, delivery, unsent.reason, extra=delivery.log_extra("republish_failed"))
+    logger.warning(text, delivery, error.reason, extra=delivery.log_extra("republish_failed"))
     return pause
 
 
 def end_refused(delivery: Delivery, refusal: Refusal) -> None:
-    """Do what the options say of a run without its lock; return only if it is to run without one.
+    """End a run that was refused its lock, as its options say; return if it runs without a lock.
 
-    A message that is revoked or has expired ends, unless it may run already.
+    A revoked or expired message ends, unless another delivery of it may be running.
     """
-    # one that has expired by now, in its slot, is not republished: another delivery may have been
-    # revoked for that, and DEFERRED would be stored over its final state
+    # asked before the message is republished: if it has expired in its slot, another delivery may
+    # have been revoked for that, and DEFERRED would be stored over its final state
     cancelled = delivery.cancelled
     error = refusal.error
-    is_taken = isinstance(error, LockTaken)
-    may_wait = is_taken or refusal.options.on_unreachable == "defer" or cancelled is not None
-    # if no quorum votes, nobody knows whether the first delivery of a redelivery runs or is done. A
-    # cancelled message may be a copy of one that runs, and REVOKED would replace its state
-    may_be_a_copy = delivery.acks_late and delivery.may_have_run_elsewhere
-    is_unclear = delivery.is_redelivered or (cancelled is not None and may_be_a_copy)
-    is_own = is_held_by_own_run(delivery, error) if is_taken else is_unclear
-    if may_wait and is_own and delivery.can_republish:
+    if isinstance(error, LockTaken):
+        waits_for_first = is_held_by_own_run(delivery, error)
+    elif cancelled is None:
+        # no quorum can tell whether the first delivery of a redelivery runs or is done
+        waits_for_first = delivery.is_redelivered and refusal.options.on_unreachable == "defer"
+    else:
+        # a cancelled message may be a copy of one that runs, and REVOKED would replace its state
+        may_be_a_copy = delivery.acks_late and delivery.may_have_run_elsewhere
+        waits_for_first = delivery.is_redelivered or may_be_a_copy
+    if waits_for_first and delivery.can_republish:
         wait_for_first_delivery(delivery, error)
     if cancelled is not None:
         end_if_cancelled(delivery)
@@ -84,6 +88,8 @@ def end_refused(delivery: Delivery, refusal: Refusal) -> None:
     if decision == "run":
         extra = delivery.log_extra("run_unlocked", resource=error.resource)
         logger.error("%s runs WITHOUT its lock: %s", delivery.task.name, error, extra=extra)
+        event = signals.RunUnlockedEvent(error.resource, str(error))
+        signals.run_unlocked.send(delivery.task, event=event)
     elif isinstance(decision, Skip):
         skip(delivery, error.resource, decision.reason, decision.rate)
     elif isinstance(decision, Deferral) and delivery.can_republish:
@@ -95,8 +101,8 @@ def end_refused(delivery: Delivery, refusal: Refusal) -> None:
 def _end_if_completed_meanwhile(delivery: Delivery, refusal: Refusal) -> None:
     """Discard a message that another delivery has completed: DEFERRED would stay over its state."""
     options = refusal.options
-    took_its_time = callable(options.on_conflict) and delivery.may_have_run_elsewhere
-    if took_its_time and is_completed_since(delivery, ran_since(delivery)):
+    may_have_run_since = callable(options.on_conflict) and delivery.may_have_run_elsewhere
+    if may_have_run_since and is_completed_since(delivery, ran_since(delivery)):
         discard_redelivery(delivery)
     if not delivery.is_redelivered or not delivery.can_republish:
         return
@@ -130,18 +136,18 @@ def defer(delivery: Delivery, refusal: Refusal, deferral: Deferral) -> NoReturn:
     release would reach it. Not if it has been here for long, for the broker would deliver it anew;
     nor with quorum queues: Celery cannot raise the prefetch, so it would keep out others.
     """
-    leave_if_moved(delivery)  # first: DEFERRED could be stored over the state of another delivery
+    end_if_moved(delivery)  # first: DEFERRED could be stored over the state of another delivery
     app = delivery.task.app
-    came = delivery.received_at
+    received_at = delivery.received_at
     stays = False
-    if delivery.acks_late and delivery.has_room and came is not None:
-        is_new = clock.now() - came < settings_of(app).countdown_cap / 2
+    if delivery.acks_late and delivery.has_room and received_at is not None:
+        is_new = clock.now() - received_at < settings_of(app).countdown_cap / 2
         stays = is_new and not has_quorum_queues(app)
     header = report(delivery, refusal, deferral, delivery.reporter, stays=stays)
     if not stays:
-        leave_if_moved(delivery)
+        end_if_moved(delivery)
         republish(delivery, header, header.deferral.countdown, at_head=delivery.has_room)
-    delivery.state.goes_on = True
+    delivery.state.continues_elsewhere = True
     signals.lock_deferred.send(delivery.task, event=header.deferral.event())
     raise Deferred(header, stays)
 
@@ -162,12 +168,12 @@ def report(
     if is_kept:
         deferral = replace(deferral, countdown=whole_seconds(deferral.countdown))
     info = deferral.info(utc_now())
-    waits = _describe_wait(delivery, refusal, deferral, is_kept)
+    wait_text = _describe_wait(delivery, refusal, deferral, is_kept)
     verb = "is" if deferral.is_taken else "has"
-    what = "" if deferral.rate else f"lock {deferral.resource!r} {verb} "
+    lock_text = "" if deferral.rate else f"lock {deferral.resource!r} {verb} "
     extra = delivery.log_extra("run_deferred", **info)
     text = "Task %s deferred: %s%s; it %s"
-    logger.info(text, delivery, what, deferral.why, waits, extra=extra)
+    logger.info(text, delivery, lock_text, deferral.why, wait_text, extra=extra)
     is_stored = settings_of(delivery.task.app).store_deferred
     reporter.deferred(info, deferral.why, is_stored=is_stored)
     return delivery.header.deferred(delivery.request, deferral)
@@ -205,37 +211,37 @@ def wait_for_first_delivery(delivery: Delivery, refusal: Exception) -> NoReturn:
     ignores strategy and budgets: that would overwrite what the first delivery has stored.
     """
     app = delivery.task.app
-    tries = delivery.header.waits
+    attempt = delivery.header.waits
     cap = settings_of(app).countdown_cap
-    countdown = countdown_of(OF_REDELIVERIES, tries, refusal, cap, random.uniform)
+    countdown = countdown_of(REDELIVERY_BACKOFF, attempt, refusal, cap, random.uniform)
     if is_kept_by_broker(app, delivery.route):
         countdown = whole_seconds(countdown)
-    first = "another delivery of its message"
+    other_delivery = "another delivery of its message"
     if not isinstance(refusal, LockTaken):
-        reason = describe_refusal(refusal) if isinstance(refusal, NotAcquired) else repr(refusal)
-        why = f"was delivered again, and cannot check whether {first} runs ({reason})"
+        cause = describe_refusal(refusal) if isinstance(refusal, NotAcquired) else repr(refusal)
+        reason = f"was delivered again, and cannot check whether {other_delivery} runs ({cause})"
     elif is_held_by_own_run(delivery, refusal):
-        why = f"is already running, by {first}"
+        reason = f"is already running, by {other_delivery}"
     else:
-        why = f"has already ended, by {first}"
+        reason = f"has already ended, by {other_delivery}"
     extra = delivery.log_extra("redelivery_waits", countdown=countdown)
-    logger.info("%s %s; it checks again in %.2f s", delivery, why, countdown, extra=extra)
+    logger.info("%s %s; it checks again in %.2f s", delivery, reason, countdown, extra=extra)
     wait = Deferral(at=time_of_nodes(app), countdown=countdown)
     # so the waiting room dispatches it at the next one; a cancelled one would be at once
     if isinstance(refusal, QuorumUnreachable) and delivery.cancelled is None:
-        of = refusal.resource
-        why = describe_refusal(refusal)
-        wait = replace(wait, resource=of, resources=(of,), is_taken=False, why=why)
+        resource = refusal.resource
+        reason = describe_refusal(refusal)
+        wait = replace(wait, resource=resource, resources=(resource,), is_taken=False, why=reason)
     header = delivery.header.waiting_for_first_delivery(delivery.request, wait)
-    leave_if_moved(delivery)
+    end_if_moved(delivery)
     republish(delivery, header, countdown)
-    delivery.state.goes_on = True
+    delivery.state.continues_elsewhere = True
     raise Ignore("runs already")
 
 
 def discard_redelivery(delivery: Delivery) -> NoReturn:
     """Discard a message that another delivery has completed; the stored state stays."""
-    delivery.state.goes_on = True
+    delivery.state.continues_elsewhere = True
     extra = delivery.log_extra("redelivery_discarded")
     logger.info("discarded %s: another delivery of its message has finished", delivery, extra=extra)
     raise Ignore("done already")
@@ -245,6 +251,14 @@ def discard_if_ended(delivery: Delivery) -> None:
     """Discard a redelivery whose first delivery died after it had stored its final state."""
     if delivery.is_redelivered and delivery.reporter.has_final_state():
         discard_redelivery(delivery)
+
+
+def end_superseded(delivery: Delivery, error: SupersededError) -> NoReturn:
+    """End a message as REVOKED that a later send has replaced, or started before."""
+    discard_if_ended(delivery)
+    later = error.later or later_send(delivery)
+    reason = "a later call replaced it"
+    skip(delivery, str(error), f"{reason}: {later}" if later else reason)
 
 
 def end_if_cancelled(delivery: Delivery) -> None:
@@ -273,18 +287,18 @@ def put_back_if_early(delivery: Delivery, wait_in_slot: float) -> None:
         return
     clock.sleep(wait_in_slot)
     now = time_of_nodes(app)
-    left = deferral.left(now)
-    if left <= CLOCKS_DIFFER:
+    remaining = deferral.remaining(now)
+    if remaining <= CLOCK_TOLERANCE:
         return
     raise_if_superseded(delivery)
-    countdown = whole_seconds(hop_of(left, settings_of(app).countdown_cap))
+    countdown = whole_seconds(hop_of(remaining, settings_of(app).countdown_cap))
     # counted from now on: a clock that was set back would have it go round until that time is over
-    waits = replace(deferral, at=now, countdown=left)
-    leave_if_moved(delivery)
-    republish(delivery, replace(header, deferral=waits), countdown)
-    delivery.state.goes_on = True
-    extra = delivery.log_extra("run_not_due", due_in=left)
-    logger.debug("%s is due in %.2f s, and was published again", delivery, left, extra=extra)
+    new_deferral = replace(deferral, at=now, countdown=remaining)
+    end_if_moved(delivery)
+    republish(delivery, replace(header, deferral=new_deferral), countdown)
+    delivery.state.continues_elsewhere = True
+    extra = delivery.log_extra("run_not_due", due_in=remaining)
+    logger.debug("%s is due in %.2f s, and was published again", delivery, remaining, extra=extra)
     raise Ignore("not due")
 
 

@@ -14,10 +14,11 @@ from typing import Any, NoReturn
 from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded
 
 from celery_redlock.errors import (
-    LONGEST_VALUE,
+    MAX_VALUE_LENGTH,
     LockLost,
     LockTaken,
     NotAcquired,
+    QuorumUnreachable,
     RedlockError,
     SettingsError,
 )
@@ -41,7 +42,7 @@ from celery_redlock.tasks.execution.completion_markers import (
 )
 from celery_redlock.tasks.execution.deferral import Refusal
 from celery_redlock.tasks.per_app import redlock_as_set, redlock_of, time_of_nodes
-from celery_redlock.tasks.recovery.keeper import leave, refused
+from celery_redlock.tasks.recovery.keeper import end_moved, moved_requests
 from celery_redlock.tasks.settings.call import CallKeys, TaskCall
 from celery_redlock.tasks.settings.options import TaskLockOptions
 from celery_redlock.tasks.unique.claim import ClaimToken
@@ -54,15 +55,16 @@ Body = Callable[..., Any]
 class LockedRun:
     """One execution of a task's body; registered on the request until its lock is released.
 
-    lock: what it holds, unset before it asks for it. no_limit: what the limits or rates of
-    a redelivery have raised. unlocked: it runs without a lock, as on_unreachable="run" says.
-    unsent: the last try to republish the message has failed, and only this process has it.
-    body_began, outcome_stored: set just before the body, and before a hook of the user's.
+    lock: of the run, unset before its acquire. limits_error: what the limits or rates of a
+    redelivery have raised. runs_unlocked: it runs without a lock, as on_unreachable="run" says.
+    republish_error: the broker did not take the message back, so that only this process has it.
+    body_began: set just before the body. outcome_stored: set before a hook of the user's.
     """
 
     __slots__ = (
         "args", "arrivals", "body_began", "call", "delivery", "done_ttl", "is_reported", "keys",
-        "kwargs", "lock", "no_limit", "options", "outcome_stored", "token", "unlocked", "unsent",
+        "kwargs", "limits_error", "lock", "options", "outcome_stored", "republish_error",
+        "runs_unlocked", "token",
     )  # fmt: skip
 
     arrivals: Arrivals | None
@@ -70,7 +72,7 @@ class LockedRun:
     done_ttl: float
     keys: CallKeys
     lock: Lock
-    no_limit: SettingsError | SoftTimeLimitExceeded | None
+    limits_error: SettingsError | SoftTimeLimitExceeded | None
     options: TaskLockOptions
 
     def __init__(self, delivery: Delivery, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -79,15 +81,16 @@ class LockedRun:
         self.kwargs = kwargs
         unique = delivery.header.unique
         self.token = None if unique is None else ClaimToken.of(unique)
-        self.unlocked = False
+        self.runs_unlocked = False
         self.outcome_stored = False
-        self.no_limit = None
-        self.unsent: NotRepublishedError | None = None
+        self.limits_error = None
+        self.republish_error: NotRepublishedError | None = None
         self.body_began = False
         self.is_reported = False  # STARTED is stored and sent, or need not be
-        outer = sys.exc_info()[1]
-        if outer is not None:  # Celery closes a lost connection, and its solo pool runs this there
-            delivery.state.outer_error = outer
+        outer_error = sys.exc_info()[1]
+        # Celery closes a lost connection in a handler, and its solo pool runs tasks there
+        if outer_error is not None:
+            delivery.state.outer_error = outer_error
 
     def execute(self, body: Body) -> Any:
         """Run the body and return its result, or end this delivery.
@@ -95,15 +98,15 @@ class LockedRun:
         Raises Ignore or Requeue if the delivery ends without its body; all else ends as FAILURE.
         """
         delivery = self.delivery
-        if refused and delivery.delivery_tag in refused:
-            leave(delivery)
+        if moved_requests and delivery.delivery_tag in moved_requests:
+            end_moved(delivery)
         if delivery.is_for_another_queue:  # a copy of a deferred message
-            delivery.state.goes_on = True
+            delivery.state.continues_elsewhere = True
             extra = delivery.log_extra("copy_astray")
             logger.debug("%s is for another queue", delivery, extra=extra)
             raise Ignore("for another queue")
-        is_asked_later = delivery.acks_late and delivery.may_have_run_elsewhere
-        if not is_asked_later:
+        may_have_run = delivery.acks_late and delivery.may_have_run_elsewhere
+        if not may_have_run:
             outcomes.end_if_cancelled(delivery)
         self._resolve_options()
         if self.keys.resources:
@@ -112,25 +115,27 @@ class LockedRun:
             if "celery_aio_pool.pool" in sys.modules:
                 refuse_aio_pool(delivery.task)
             self._acquire_or_end()
-        if is_asked_later or self.options.wait or self.keys.rates or self.delivery is not delivery:
-            outcomes.end_if_cancelled(self.delivery)  # no other one ran it, as the lock has shown
+        if may_have_run or self.options.wait or self.keys.rates or self.delivery is not delivery:
+            # the lock has shown that no other delivery runs
+            outcomes.end_if_cancelled(self.delivery)
         return self._run_body(body) if self.keys.resources else body(*self.args, **self.kwargs)
 
     def _resolve_options(self) -> None:
         delivery = self.delivery
         task = self.delivery.task
         config = config_of(task)
-        carried = delivery.header.options
+        call_options = delivery.header.options
         self.done_ttl = config.app.done_ttl
         if delivery.request.is_eager:
             queue = queue_of_call(task, self.args, self.kwargs)
         else:
             queue = delivery.queue(config.queues)
-        heeded = config.heeded(carried) if carried else {}
-        self.options = config.options_for(queue, heeded)
+        allowed = config.allowed_options(call_options) if call_options else {}
+        self.options = config.options_for(queue, allowed)
         self.arrivals = config.arrivals and config.arrivals_for(self.options)
-        if carried:
-            log_call_options(delivery, heeded, config.overridden(queue, self.options))
+        if call_options:
+            changes = config.overridden_options(queue, self.options)
+            log_call_options(delivery, allowed, changes)
         self.call = TaskCall(task, *dumped(task, self.args, self.kwargs), queue)
         resources = config.resources(self.options, self.call)
         try:
@@ -138,11 +143,11 @@ class LockedRun:
         except (SettingsError, SoftTimeLimitExceeded) as error:
             if not (delivery.is_redelivered and delivery.can_republish):
                 raise
-            self.no_limit = error  # raised once the locks show that no other delivery runs
+            self.limits_error = error  # raised once the locks show that no other delivery runs
             self.keys = CallKeys(in_order(resources), None, None)
 
     def _acquire_or_end(self) -> None:
-        """Acquire the lock, or end this delivery; return without a lock if `unlocked` is set.
+        """Acquire the lock, or end this delivery; return without a lock if `runs_unlocked` is set.
 
         A message that the broker does not take back stays in its slot: it waits for its lock there
         between the tries to republish it. If the worker stops, the message ends as FAILURE, for
@@ -150,22 +155,23 @@ class LockedRun:
         """
         if self.token is not None:
             task = self.delivery.task
-            self.token.mark_superseded(redlock_of(task.app).session, task.name)
+            session = redlock_of(task.app).session
+            self.token.mark_superseded(session, task.name, self.delivery.request.id)
         pause = 0.0
         try:
             self._try_once(0.0)
-            while self.unsent is not None:
-                pause = self._try_in_slot(self.unsent, pause)
+            while self.republish_error is not None:
+                pause = self._try_in_slot(self.republish_error, pause)
         except Exception:  # Celery stores it as the outcome
             raise
-        except BaseException as end:
+        except BaseException as stop:
             # the worker stops, or this greenlet is killed, and nobody else has the message
-            if self.unsent is not None:
-                lost = f"not republished: {type(end).__name__}, and {self.unsent.reason}"
-                self.delivery.reporter.message_lost(RedlockError(lost))
+            if self.republish_error is not None:
+                text = f"not republished: {type(stop).__name__}, and {self.republish_error.reason}"
+                self.delivery.reporter.message_lost(RedlockError(text))
             raise
 
-    def _try_in_slot(self, unsent: NotRepublishedError, last_pause: float) -> float:
+    def _try_in_slot(self, error: NotRepublishedError, last_pause: float) -> float:
         """Wait in the slot, and try; return the seconds of the wait.
 
         A soft time limit is one on the body, which has not begun: it ends this try alone.
@@ -173,20 +179,20 @@ class LockedRun:
         try:
             delivery = self.delivery
             # it goes on in its slot as if the message had come back
-            self.delivery = Delivery(delivery.task, delivery.request, unsent.header)
-            pause = outcomes.pause_in_slot(self.delivery, unsent, last_pause)
+            self.delivery = Delivery(delivery.task, delivery.request, error.header)
+            pause = outcomes.pause_in_slot(self.delivery, error, last_pause)
             self._try_once(pause)
         except SoftTimeLimitExceeded:
             return last_pause
         return pause
 
     def _try_once(self, wait_in_slot: float) -> None:
-        """Try to acquire. `unsent` is the error if the broker then refuses to take it back."""
+        """Try to acquire; set `republish_error` if the broker does not take the message back."""
         try:
             self._try_to_acquire(wait_in_slot)
-            self.unsent = None
+            self.republish_error = None
         except NotRepublishedError as error:
-            self.unsent = error
+            self.republish_error = error
 
     def _try_to_acquire(self, wait_in_slot: float) -> None:
         """Acquire the lock, or end this delivery.
@@ -204,7 +210,7 @@ class LockedRun:
             self.keys,
             label,
             marker=marker,
-            before_starts=self._report_started,
+            body_follows=True,
         )
         state = delivery.state
         state.lock = self.lock
@@ -217,27 +223,28 @@ class LockedRun:
                 check_not_superseded(delivery)
                 self._end_claim_at_start()
             if self.keys.rates and delivery.cancelled is None:
-                # last: whatever takes its time would delay the body
+                # what takes its time delays the body: a start that is late then is asked for again
+                self._report_started()
                 self.lock.ownership.begin_body()
         except NotAcquired as refusal:
             state.locked_run = None
             self.is_reported = False
             # it may have been granted, and a node failed after that
             self.lock.ownership.release_all()
-            before = delivery.header.deferral
-            at = time_of_nodes(delivery.task.app)
-            found = Refusal(refusal, at, self.options, self.keys.resources, self.call, before)
-            outcomes.end_refused(delivery, found)
-            self.unlocked = True
+            now = time_of_nodes(delivery.task.app)
+            resources = self.keys.resources
+            last = delivery.header.deferral
+            failure = Refusal(refusal, now, self.options, resources, self.call, last)
+            outcomes.end_refused(delivery, failure)
+            self.runs_unlocked = True
             state.locked_run = self
-            self._end_claim_at_start()
+            self._start_unlocked()
         except AlreadyCompletedError:
             self.release()
             outcomes.discard_redelivery(delivery)
-        except SupersededError as newer:
+        except SupersededError as error:
             self.release()
-            outcomes.discard_if_ended(delivery)
-            outcomes.skip(delivery, str(newer), "a later call replaced it")
+            outcomes.end_superseded(delivery, error)
         except SoftTimeLimitExceeded as error:
             self.release()
             if delivery.is_redelivered and delivery.can_republish:
@@ -251,8 +258,8 @@ class LockedRun:
     def _acquire(self, wait_in_slot: float) -> None:
         """Acquire the lock; do not wait in the slot for another delivery of the same message."""
         delivery = self.delivery
-        if self.no_limit is not None:
-            self._end_without_limit(self.no_limit, wait_in_slot)
+        if self.limits_error is not None:
+            self._end_without_limit(self.limits_error, wait_in_slot)
         if wait_in_slot:
             self.lock.acquire(wait=wait_in_slot)
             return
@@ -277,15 +284,34 @@ class LockedRun:
         raise error
 
     def _end_claim_at_start(self) -> None:
-        """End the claim of a send that lasts until the body starts; a retry has none any more."""
-        if self.token is not None and not self.delivery.request.retries:
-            self.token.release_at_start(redlock_of(self.delivery.task.app).session)
+        """End a claim that lasts until the start; a retry has none, but its place in an order."""
+        request = self.delivery.request
+        if self.token is None:
+            return
+        session = redlock_of(self.delivery.task.app).session
+        if self.token.number:
+            from celery_redlock.tasks.unique.start import start_run
+
+            outcomes.end_if_cancelled(self.delivery)  # else an earlier send would end for it
+            start_run(session, self.token, request.id)
+        elif not request.retries:
+            self.token.release_at_start(session)
+
+    def _start_unlocked(self) -> None:
+        """End the claim at the start of a run without a lock; no quorum keeps the order then."""
+        try:
+            self._end_claim_at_start()
+        except QuorumUnreachable:
+            return  # as was logged of the lock
+        except SupersededError as error:
+            self.release()
+            outcomes.end_superseded(self.delivery, error)
 
     def _run_body(self, body: Body) -> Any:
         """Run the body. `release_after_run` releases, so hooks are called under the lock."""
         self._report_started()
         self.body_began = True
-        if self.unlocked:
+        if self.runs_unlocked:
             return body(*self.args, **self.kwargs)
         return self._run_monitored(body)
 
@@ -302,10 +328,10 @@ class LockedRun:
             delivery.reporter.started(was_deferred=was_deferred)
 
     def _run_monitored(self, body: Body) -> Any:
-        """Run a body that learns of its lock's loss, and does not succeed without its lock.
+        """Run a body that is interrupted if its lock is lost; without its lock it cannot succeed.
 
-        What the body raises stands, for its own error says more; unless the message was delivered
-        again meanwhile, and that delivery has ended: then this one is discarded.
+        The body's own error is raised as it is. If another delivery of the message has completed
+        meanwhile, this one is discarded instead.
         """
         delivery = self.delivery
         aborts = self.options.on_lost == "abort"
@@ -315,30 +341,38 @@ class LockedRun:
             self.lock, abort=aborts, report=lambda loss: delivery.reporter.lock_lost(loss)
         )
         try:
-            try:
-                result = monitored.run(body, self.args, self.kwargs)
-                if result is not None:
-                    check_finished(delivery.task, result)
-            except Exception:
-                monitored.report_loss()
-                raise
-            if not self.lock.held:
+            result = monitored.run(body, self.args, self.kwargs)
+            if result is not None:
+                check_finished(delivery.task, result)
+            if not self.lock.ownership.held:
                 monitored.report_loss()
                 if aborts:
-                    try:
-                        self.lock.ensure()
-                    except LockLost as lost:
-                        raise LockLost(lost.resource, lost.reason, True) from None
-        except (Ignore, Reject, Retry):
-            raise
-        except Exception:
-            is_lost = acks_late and self.lock.ownership.loss() is not None
-            is_done = is_lost and is_completed_since(delivery, began)
-            # if none is stored, this body stored a state of its own over it: a final one follows
-            if is_done and delivery.reporter.has_final_state(if_none_wanted=True):
-                outcomes.discard_redelivery(delivery)
+                    self._refuse_success()
+        except Exception as error:
+            monitored.report_loss()
+            if acks_late and not isinstance(error, (Ignore, Reject, Retry)):
+                self._discard_if_completed_since(began)
             raise
         return result
+
+    def _refuse_success(self) -> None:
+        """Raise LockLost if the lock was lost by the end of the body."""
+        try:
+            self.lock.ensure()
+        except LockLost as lost:
+            raise LockLost(lost.resource, lost.reason, True) from None
+
+    def _discard_if_completed_since(self, began: float) -> None:
+        """Discard a failed run if its lock was lost and another delivery has completed meanwhile.
+
+        began: monotonic seconds.
+        """
+        delivery = self.delivery
+        if self.lock.ownership.loss() is None or not is_completed_since(delivery, began):
+            return
+        # if none is stored, this body stored a state of its own over it: a final one follows
+        if delivery.reporter.has_final_state(if_none_wanted=True):
+            outcomes.discard_redelivery(delivery)
 
     @uninterruptible
     def release(self, *, completed: bool = False) -> None:
@@ -353,20 +387,20 @@ class LockedRun:
 
 
 def log_call_options(
-    delivery: Delivery, heeded: Mapping[str, Any], changed: Mapping[str, Any]
+    delivery: Delivery, allowed: Mapping[str, Any], changes: Mapping[str, Any]
 ) -> None:
     """Log what a sender changes of what the task's author has set, and what is not heeded of it."""
-    ignored = [name for name in delivery.header.options if name not in heeded]
+    ignored = [name for name in delivery.header.options if name not in allowed]
     if ignored:
         extra = delivery.log_extra("call_options_ignored", options=ignored)
         text = "%s: options of its message that redlock_call_options does not name are ignored: %s"
         logger.warning(text, delivery, ", ".join(ignored), extra=extra)
-    if changed:
-        shown = ", ".join(
-            f"{name}={repr(value)[:LONGEST_VALUE]}" for name, value in changed.items()
+    if changes:
+        changes_text = ", ".join(
+            f"{name}={repr(value)[:MAX_VALUE_LENGTH]}" for name, value in changes.items()
         )
-        extra = delivery.log_extra("call_options_used", options=list(changed))
-        logger.info("%s: its message changes the lock: %s", delivery, shown, extra=extra)
+        extra = delivery.log_extra("call_options_used", options=list(changes))
+        logger.info("%s: its message changes the lock: %s", delivery, changes_text, extra=extra)
 
 
 def run_of(request: Any) -> LockedRun | None:
@@ -390,12 +424,12 @@ def lock_of(
     *,
     wait: float | None = None,
     marker: CompletionMarker | None = None,
-    before_starts: Callable[[], object] | None = None,
+    body_follows: bool = False,
 ) -> Lock:
     """Return the lock that a run with these options takes.
 
     label: what the nodes show of its holder. wait: seconds, instead of the options'. marker,
-    before_starts: as of `LockOptions`.
+    body_follows: as of `LockOptions`.
     """
     lock_options = LockOptions(
         resources=keys.resources,
@@ -407,7 +441,7 @@ def lock_of(
         sender=task,
         limits=keys.limits,
         rates=keys.rates,
-        before_starts=before_starts,
+        body_follows=body_follows,
         fencing=options.fencing,
         marker=marker,
     )

@@ -17,12 +17,17 @@ from redis.exceptions import NoPermissionError, ResponseError
 from celery_redlock.tasks.recovery.observer import QUIET
 from celery_redlock.tasks.recovery.tags import PREFIX, DeliveryTag, lease_of, moved
 
-CLAIM = 3.0  # s after which another worker goes on with the messages of a dead one
-CHUNK = 500_000  # bytes of messages in one call of a script: a server answers nobody meanwhile
-SCANNED = 1000  # entries that a server looks at for one HSCAN
-TIMEOUT = 3.0  # s for an answer of the broker
-TIME_LIMITS = {"socket_timeout": TIMEOUT, "socket_connect_timeout": TIMEOUT}  # of kombu's transport
-OF_KOMBU = "kombu.transport.redis"
+CLAIM_TIMEOUT = 3.0  # s after which another worker goes on with the messages of a dead one
+CHUNK_BYTES = (
+    500_000  # bytes of messages in one call of a script: a server answers nobody meanwhile
+)
+SCAN_COUNT = 1000  # entries that a server looks at for one HSCAN
+BROKER_TIMEOUT = 3.0  # s for an answer of the broker
+TIME_LIMITS = {
+    "socket_timeout": BROKER_TIMEOUT,
+    "socket_connect_timeout": BROKER_TIMEOUT,
+}  # of kombu's transport
+KOMBU_REDIS = "kombu.transport.redis"
 
 
 def _script(name: str) -> bytes:
@@ -35,9 +40,10 @@ RECALL, TRY_PUSH = map(_script, ("recall", "try_push"))
 
 
 class Beat(NamedTuple):
-    """The answer to a beat. claimed: a dead lease that the caller is to move, or "".
+    """The reply to a beat.
 
-    quiet: what each worker lease that others may have left last wrote.
+    is_alive: False if the lease was declared dead. claimed: a dead lease whose messages the caller
+    has to move, or "". quiet: the last beats of the leases without a beat for `QUIET` s.
     """
 
     is_alive: bool
@@ -46,28 +52,28 @@ class Beat(NamedTuple):
 
 
 @dataclass
-class Moved:
+class MoveResult:
     """What became of the messages of a dead worker lease.
 
-    kept: were moved too often, or are not kombu's. refused: why the broker did not take one back,
-    or "".
+    messages: how many were moved. kept: how many were not, since they were moved too often or are
+    not kombu's. refusal: why the broker did not take one back, or "".
     """
 
     messages: int = 0
     kept: int = 0
-    refused: str = ""
+    refusal: str = ""
 
 
 @dataclass(frozen=True)
 class Ledger:
     """The worker leases on one broker. Each call is one round trip; it raises redis-py's errors.
 
-    client: a client without kombu's prefixes. at: the broker's `global_keyprefix`. unacked, index:
-    kombu's keys, with that prefix. close: ends the connections of the client.
+    client: a client without kombu's prefixes. key_prefix: the broker's `global_keyprefix`. unacked,
+    index: kombu's keys, with that prefix. close: ends the connections of the client.
     """
 
     client: Any = field(repr=False)
-    at: str
+    key_prefix: str
     unacked: str
     index: str
     leases: str
@@ -77,18 +83,18 @@ class Ledger:
 
     @classmethod
     def of(cls, channel: Any, prefix: str) -> Ledger:
-        """Return that of the broker of a channel. prefix: the setting `redlock_prefix`."""
-        at = channel.global_keyprefix
+        """Return the ledger on a channel's broker. prefix: the setting `redlock_prefix`."""
+        key_prefix = channel.global_keyprefix
         key = channel.unacked_key
-        start = f"{at}{{{prefix}}}:worker"
+        key_start = f"{key_prefix}{{{prefix}}}:worker"
         return cls(
             redis.Redis(connection_pool=channel.pool),
-            at,
-            at + key,
-            at + channel.unacked_index_key,
-            f"{start}_leases:{key}",
-            f"{start}_leases_dead:{key}",
-            f"{start}_names:{key}",
+            key_prefix,
+            key_prefix + key,
+            key_prefix + channel.unacked_index_key,
+            f"{key_start}_leases:{key}",
+            f"{key_start}_leases_dead:{key}",
+            f"{key_start}_names:{key}",
             channel.pool.disconnect,
         )
 
@@ -96,29 +102,29 @@ class Ledger:
         return self.client.eval(script, len(keys), *map(bytes_of, (*keys, *args)))
 
     def beat(self, lease: str, *, joins_as: str = "", claims: bool = False) -> Beat:
-        """Say that a worker lease lives. joins_as: the worker's name, for the first time.
+        """Write a beat of a worker lease. joins_as: the worker's name with the first beat.
 
-        claims: the caller moves the messages of a dead one, if there is one that nobody moves.
+        claims: the caller moves the messages of a dead lease, if no other worker does.
         """
         keys = self.leases, self.dead, self.names
-        claim = int(CLAIM * 1000) if claims else ""
+        claim = int(CLAIM_TIMEOUT * 1000) if claims else ""
         reply = self._eval(BEAT_SCRIPT, keys, lease, joins_as, int(QUIET * 1000), claim)
         if not reply[0]:
             return Beat(False)
-        claimed, *rest = map(decoded, reply[1:])
-        return Beat(True, claimed, dict(zip(rest[::2], rest[1::2], strict=True)))
+        claimed, *beats = map(decoded, reply[1:])
+        return Beat(True, claimed, dict(zip(beats[::2], beats[1::2], strict=True)))
 
     def declare_dead(self, lease: str, beat: str = "", *, claims: bool = True) -> bool:
         """Declare a worker lease dead if its last beat is still the one that was seen; "": any.
 
-        claims: the caller moves its messages, or else any worker. Return whether it is dead now by
-        this call.
+        claims: the caller moves its messages; otherwise any worker may. Return whether this call
+        has declared it dead.
         """
         keys = self.leases, self.dead
         return bool(self._eval(DECLARE_DEAD, keys, lease, beat, int(claims)))
 
     def forget(self, lease: str) -> None:
-        """Strike a dead worker lease out, as nothing of it is left to move."""
+        """Delete a dead worker lease that has no messages to move."""
         with self.client.pipeline() as pipe:
             pipe.zrem(self.dead, bytes_of(lease)).hdel(self.names, bytes_of(lease)).execute()
 
@@ -128,117 +134,126 @@ class Ledger:
         return "" if name is None else bytes_of(name).decode(errors="replace")
 
     def entries(
-        self, match: str = "*", between: Callable[[], object] = tuple
+        self, match: str = "*", after_round_trip: Callable[[], object] = tuple
     ) -> Iterator[tuple[str, str]]:
-        """Yield the delivery tag of each unacknowledged message, and what kombu noted of it.
+        """Yield the delivery tag of each unacknowledged message, and the entry that kombu wrote.
 
-        between: is called after each round trip.
+        after_round_trip: called after each round trip.
         """
         cursor = None
         pattern = bytes_of(match)
         while cursor != 0:
-            cursor, found = self.client.hscan(self.unacked, cursor or 0, pattern, SCANNED)
-            between()
-            for tag, entry in found.items():
+            cursor, batch = self.client.hscan(self.unacked, cursor or 0, pattern, SCAN_COUNT)
+            after_round_trip()
+            for tag, entry in batch.items():
                 yield decoded(tag), decoded(entry)
 
-    def tags(self, between: Callable[[], object] = tuple) -> Iterator[str]:
+    def tags(self, after_round_trip: Callable[[], object] = tuple) -> Iterator[str]:
         """Yield each delivery tag that names a worker lease, some of them twice; see `entries`."""
         cursor: Any = None
         while cursor != 0:
-            cursor, found = self.client.zscan(self.index, cursor or 0, f"{PREFIX}*", SCANNED)
-            between()
-            for tag, _ in found:
+            cursor, batch = self.client.zscan(self.index, cursor or 0, f"{PREFIX}*", SCAN_COUNT)
+            after_round_trip()
+            for tag, _ in batch:
                 yield decoded(tag)
 
-    def recall(self, between: Callable[[], object] = tuple) -> None:
+    def recall(self, after_round_trip: Callable[[], object] = tuple) -> None:
         """Put forgotten worker leases that still have messages to move among the dead ones again.
 
         No worker lease joins once there are messages under it, so one of them that is neither among
         the living nor the dead has been dead. Those that were moved too often stay where they are.
         """
         tags: dict[str, list[str]] = {}
-        for tag in filter(DeliveryTag.of, self.tags(between)):
+        for tag in filter(DeliveryTag.of, self.tags(after_round_trip)):
             tags.setdefault(lease_of(tag), []).append(tag)
-        left = [
-            lease for lease in self._recall("0", tags) if self._has_to_move(tags[lease], between)
+        leases_with_messages = [
+            lease
+            for lease in self._recall("0", tags)
+            if self._has_to_move(tags[lease], after_round_trip)
         ]
-        self._recall("1", left)
+        self._recall("1", leases_with_messages)
 
     def _recall(self, puts: str, leases: Iterable[str]) -> list[str]:
-        """Return the forgotten ones of some worker leases. puts: "1" to put them to the dead."""
-        some = list(leases)
-        if not some:
+        """Return those worker leases that are forgotten. puts: "1" puts them among the dead."""
+        candidates = list(leases)
+        if not candidates:
             return []
-        return [decoded(one) for one in self._eval(RECALL, (self.leases, self.dead), puts, *some)]
+        return [
+            decoded(lease)
+            for lease in self._eval(RECALL, (self.leases, self.dead), puts, *candidates)
+        ]
 
-    def _has_to_move(self, tags: Iterable[str], between: Callable[[], object]) -> bool:
+    def _has_to_move(self, tags: Iterable[str], after_round_trip: Callable[[], object]) -> bool:
         for tag in tags:
             entry = self.client.hget(self.unacked, bytes_of(tag))
-            between()
-            if entry is not None and _moved_or_none(decoded(entry)) is not None:
+            after_round_trip()
+            if entry is not None and _moved_message_or_none(decoded(entry)) is not None:
                 return True
         return False
 
     def move_all(
-        self, lease: str, between: Callable[[], object] = tuple, *, is_counted: bool = True
-    ) -> Moved:
+        self, lease: str, after_round_trip: Callable[[], object] = tuple, *, is_counted: bool = True
+    ) -> MoveResult:
         """Move the messages of a dead worker lease to the heads of their lists, in their order.
 
-        Any number of workers may do it at once, and one may die within: a delivery tag is there
-        once, so each message is moved once. The oldest goes last, and so to the very head. between:
-        is called after each round trip. is_counted: its worker has died with them.
+        Several workers may do it at once, and a worker may die meanwhile: each tag is there once,
+        so each message is moved once. The oldest message goes last, to the very head.
+        after_round_trip: called after each round trip. is_counted: its worker has died with them.
         """
-        entries = dict(self.entries(f"{lease}:*", between))  # a scan may have some of them twice
-        found = [(DeliveryTag.of(tag), entry) for tag, entry in entries.items()]
-        tagged = [(tag, entry) for tag, entry in found if tag is not None]
-        tagged.sort(key=lambda one: one[0].number, reverse=True)
-        made = ((str(tag), tag.list, _moved_or_none(entry, is_counted)) for tag, entry in tagged)
-        done = self.move(made, lease, between)
-        done.kept += len(found) - len(tagged)
-        if not done.refused:
+        entries = dict(
+            self.entries(f"{lease}:*", after_round_trip)
+        )  # a scan may have some of them twice
+        parsed = [(DeliveryTag.of(tag), entry) for tag, entry in entries.items()]
+        tagged = [(tag, entry) for tag, entry in parsed if tag is not None]
+        tagged.sort(key=lambda message: message[0].number, reverse=True)
+        messages = (
+            (str(tag), tag.list, _moved_message_or_none(entry, is_counted)) for tag, entry in tagged
+        )
+        result = self.move(messages, lease, after_round_trip)
+        result.kept += len(parsed) - len(tagged)
+        if not result.refusal:
             self.forget(lease)
-        return done
+        return result
 
     def move(
         self,
         messages: Iterable[tuple[str, str, str | None]],
         lease: str = "",
-        between: Callable[[], object] = tuple,
-    ) -> Moved:
-        """Move messages in this order: a delivery tag, its list, and what goes there, each.
+        after_round_trip: Callable[[], object] = tuple,
+    ) -> MoveResult:
+        """Move messages in this order. messages: delivery tag, list and payload of each.
 
-        A message of None is kept. lease: the dead worker lease that they have, which is claimed on;
-        "" for none.
+        A payload of None keeps the message. lease: the dead worker lease of the messages; its claim
+        is renewed. "" for none.
         """
-        done = Moved()
+        result = MoveResult()
         keys = list[str]()
         args = list[str]()
         size = 0
         for tag, name, payload in messages:
             if payload is None:
-                done.kept += 1
+                result.kept += 1
                 continue
-            keys.append(self.at + name)
+            keys.append(self.key_prefix + name)
             args += [tag, payload]
             size += len(payload)
-            if size > CHUNK:
-                self._move(lease, keys, args, done)
-                between()
+            if size > CHUNK_BYTES:
+                self._move(lease, keys, args, result)
+                after_round_trip()
                 keys = []
                 args = []
                 size = 0
         if keys:
-            self._move(lease, keys, args, done)
-            between()
-        return done
+            self._move(lease, keys, args, result)
+            after_round_trip()
+        return result
 
-    def _move(self, lease: str, keys: list[str], args: list[str], done: Moved) -> None:
-        moved_now, why = self._eval(
+    def _move(self, lease: str, keys: list[str], args: list[str], result: MoveResult) -> None:
+        moved_count, refusal = self._eval(
             MOVE, (self.unacked, self.index, self.dead, *keys), lease, *args
         )
-        done.messages += moved_now
-        done.refused = decoded(why) or done.refused
+        result.messages += moved_count
+        result.refusal = decoded(refusal) or result.refusal
 
     def missing_rights(self) -> list[str]:
         """Return the rights that worker leases need and the broker's user lacks.
@@ -247,27 +262,27 @@ class Ledger:
         tried: kombu may do without it until it gives messages back at a shutdown.
         """
         key = f"{self.leases}\n"  # nobody has it
-        tried: list[tuple[object, ...]] = [
+        commands: list[tuple[object, ...]] = [
             ("EVAL", "return 1", "1", key), ("TIME",), ("ZSCORE", key, "x"),
             ("ZRANGE", key, "0", "0"), ("ZRANGEBYSCORE", key, "0", "0"), ("HGET", key, "x"),
             ("HSCAN", key, "0"), ("HEXISTS", key, "x"), ("HDEL", key, "x"), ("ZREM", key, "x"),
             ("ZADD", key, "XX", "0", "x"), ("ZSCAN", key, "0"),
         ]  # fmt: skip
         with self.client.pipeline(transaction=False) as pipe:
-            for command in (*tried, ("EVAL", TRY_PUSH, "1", key)):
+            for command in (*commands, ("EVAL", TRY_PUSH, "1", key)):
                 pipe.execute_command(*command)
-            *replies, pushed = pipe.execute(raise_on_error=False)
+            *replies, push_reply = pipe.execute(raise_on_error=False)
         missing = dict[str, None]()
-        for (name, *_), reply in zip(tried, replies, strict=True):
+        for (verb, *_), reply in zip(commands, replies, strict=True):
             if _is_denied(reply):
                 of_keys = "to run the" not in str(reply)
-                missing[self._keys if of_keys else f"+{str(name).lower()}"] = None
-        if not missing and _is_denied(pushed):
+                missing[self._key_pattern if of_keys else f"+{str(verb).lower()}"] = None
+        if not missing and _is_denied(push_reply):
             missing["+rpush"] = None
         return list(missing)
 
     @property
-    def _keys(self) -> str:
+    def _key_pattern(self) -> str:
         return f"~{self.leases.partition(':worker_')[0]}:*"
 
 
@@ -276,14 +291,14 @@ def _is_denied(reply: object) -> bool:
 
     Redis 7.0 and Valkey 7.2 each have words of their own for the latter, and no code.
     """
-    in_scripts = "executing the script can't", "ACL failure in script"
-    is_one = isinstance(reply, ResponseError)
+    script_errors = "executing the script can't", "ACL failure in script"
+    is_error = isinstance(reply, ResponseError)
     return isinstance(reply, NoPermissionError) or (
-        is_one and any(text in str(reply) for text in in_scripts)
+        is_error and any(text in str(reply) for text in script_errors)
     )
 
 
-def _moved_or_none(entry: str, is_counted: bool = True) -> str | None:
+def _moved_message_or_none(entry: str, is_counted: bool = True) -> str | None:
     try:
         return moved(entry, is_counted=is_counted)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):  # not kombu's
@@ -295,9 +310,9 @@ def decoded(reply: bytes | str) -> str:
     return reply.decode(errors="surrogateescape") if isinstance(reply, bytes) else reply
 
 
-def bytes_of(word: Any) -> Any:
+def bytes_of(text: Any) -> Any:
     """Return a text as the bytes that it was read from: the name of a list may be no UTF-8."""
-    return word.encode(errors="surrogateescape") if isinstance(word, str) else word
+    return text.encode(errors="surrogateescape") if isinstance(text, str) else text
 
 
 def is_kombus(channel: Any) -> bool:
@@ -305,17 +320,17 @@ def is_kombus(channel: Any) -> bool:
 
     Other transports, also those that derive from it, may keep messages in another way.
     """
-    is_own = type(channel).__module__ == OF_KOMBU
+    is_own = type(channel).__module__ == KOMBU_REDIS
     return is_own and bool(getattr(channel, "ack_emulation", False))
 
 
 def ledger_beside(connection: Any, prefix: str) -> Ledger:
-    """Return the worker leases on the broker of a connection, over others, with time limits.
+    """Return the ledger on the broker of a connection; its own connections have time limits.
 
     prefix: the setting `redlock_prefix`. Raises redis-py's errors.
     """
-    more = 2**31  # each thread of a pool may ask at once
-    options = {**(connection.transport_options or {}), **TIME_LIMITS, "max_connections": more}
-    beside = connection.clone(transport_options=options)
-    # raises the errors of a broker that is away, for which its default channel would wait
-    return Ledger.of(beside.channel(), prefix)
+    unlimited = 2**31  # each thread of a pool may ask at once
+    options = {**(connection.transport_options or {}), **TIME_LIMITS, "max_connections": unlimited}
+    clone = connection.clone(transport_options=options)
+    # a channel raises the errors of a broker that is away; the default channel would wait for it
+    return Ledger.of(clone.channel(), prefix)

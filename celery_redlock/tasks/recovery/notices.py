@@ -14,11 +14,11 @@ from redis.exceptions import NoPermissionError
 
 from celery_redlock import anchors, signals
 from celery_redlock.lock.platform.clock import Platform
-from celery_redlock.tasks.recovery.ledger import Moved
+from celery_redlock.tasks.recovery.ledger import MoveResult
 
 logger = logging.getLogger(__name__)
 
-RIGHTS = "rights"  # what the log says is missing: once, however it is found
+RIGHTS = "rights"  # the kind of each refusal for a missing right, so that the log has one
 
 
 class Notices:
@@ -30,71 +30,75 @@ class Notices:
         self._mutex = platform.new_mutex()  # of the next two
         self._is_sending = False
         self._is_ended = False
-        self._records: deque[signals.MessagesRecoveredEvent] = deque()  # to be sent
-        self._told: set[tuple[str, str]] = set()  # what the log has said of messages that stay
-        self._kept: dict[str, int] = {}  # how many it has said stay, by worker lease
+        self._records: deque[signals.MessagesRecoveredEvent] = deque()  # to be sent by the signal
+        self._logged: set[tuple[str, str]] = set()  # by worker lease: each refusal in the log
+        self._kept_counts: dict[str, int] = {}  # by worker lease: kept messages in the log
 
     def end(self) -> None:
-        """Start no thread any more: the worker ends."""
+        """Start no more threads, because the worker ends."""
         with self._mutex:
             self._is_ended = True
 
-    def tell_of_error(self, lease: str, error: BaseException) -> None:
-        """Tell of an error of the broker. lease: the worker's own."""
-        if isinstance(error, ResponseError) and self.is_news(error):
-            self._tell_of_refusal(lease, str(error))
+    def log_error(self, lease: str, error: BaseException) -> None:
+        """Log an error of the broker, each refusal once. lease: the worker's own."""
+        if isinstance(error, ResponseError) and self.is_first(error):
+            self._log_refusal(lease, str(error))
         else:
             extra = {"event": "worker_lease_unsure", "lease": lease}
             logger.debug("no beat of %s: %r", lease, error, extra=extra)
 
-    def tell_of_rights(self, lease: str, missing: str) -> None:
-        """Tell of the rights that the broker's user lacks."""
+    def log_missing_rights(self, lease: str, missing: str) -> None:
+        """Log once which rights the broker's user lacks."""
         if self._is_new("", RIGHTS):
-            self._tell_of_refusal(lease, f"its user lacks {missing}")
+            self._log_refusal(lease, f"its user lacks {missing}")
 
-    def is_news(self, refusal: ResponseError) -> bool:
-        """Return whether this is the first refusal of its kind. It is told of by now."""
+    def is_first(self, refusal: ResponseError) -> bool:
+        """Return whether a refusal is the first of its kind; from now on it is not."""
         is_of_rights = isinstance(refusal, NoPermissionError)
         return self._is_new("", RIGHTS if is_of_rights else str(refusal))
 
     def _is_new(self, lease: str, kind: str) -> bool:
-        before = len(self._told)
-        self._told.add((lease, kind))
-        return len(self._told) > before
+        count = len(self._logged)
+        self._logged.add((lease, kind))
+        return len(self._logged) > count
 
-    def _tell_of_refusal(self, lease: str, why: str) -> None:
+    def _log_refusal(self, lease: str, reason: str) -> None:
         extra = {"event": "worker_lease_refused", "lease": lease}
         logger.warning(
             "the broker refuses what a worker lease needs, so the messages of dead workers may "
-            "stay: %s", why, extra=extra,
+            "stay: %s", reason, extra=extra,
         )  # fmt: skip
 
-    def tell_of_moves(self, name: str, lease: str, why: str, done: Moved) -> None:
-        """Tell what became of the messages of a dead worker lease. name: of its worker."""
+    def report_moves(self, name: str, lease: str, reason: str, result: MoveResult) -> None:
+        """Log what became of the messages of a dead worker lease, and send the signal.
+
+        name: of its worker. reason: of the move.
+        """
         extra = {"event": "messages_recovered", "lease": lease, "worker": name}
-        if done.messages:
+        if result.messages:
             logger.warning(
                 "moved %s of %s back to their queues: its worker lease %s",
-                in_words(done.messages), name, why, extra={**extra, "messages": done.messages},
+                in_words(result.messages), name, reason,
+                extra={**extra, "messages": result.messages},
             )  # fmt: skip
-        more_kept = max(0, done.kept - self._kept.get(lease, 0))
-        if done.kept:  # a worker lease that has refused messages as well is tried again and again
-            self._kept[lease] = done.kept
-        if more_kept:
+        newly_kept = max(0, result.kept - self._kept_counts.get(lease, 0))
+        if result.kept:  # a lease with refused messages as well is tried again and again
+            self._kept_counts[lease] = result.kept
+        if newly_kept:
             logger.error(
                 "left %s of %s unacknowledged: they were moved too often in a row, so "
                 "their bodies may be what ends workers. They come back after the visibility "
                 "timeout. See %s",
-                in_words(done.kept), name, anchors.MESSAGES_STAY,
-                extra={**extra, "event": "messages_kept", "messages": done.kept},
+                in_words(result.kept), name, anchors.MESSAGES_STAY,
+                extra={**extra, "event": "messages_kept", "messages": result.kept},
             )  # fmt: skip
-        if done.messages or more_kept:
-            self._records.append(signals.MessagesRecoveredEvent(name, done.messages, more_kept))
+        if result.messages or newly_kept:
+            self._records.append(signals.MessagesRecoveredEvent(name, result.messages, newly_kept))
             self._send_soon()
-        if done.refused and self._is_new(lease, done.refused):
+        if result.refusal and self._is_new(lease, result.refusal):
             logger.error(
                 "the broker does not take back all messages of %s: %s. See %s",
-                name, done.refused.rstrip("."), anchors.MESSAGES_STAY,
+                name, result.refusal.rstrip("."), anchors.MESSAGES_STAY,
                 extra={**extra, "event": "messages_not_taken"},
             )  # fmt: skip
 

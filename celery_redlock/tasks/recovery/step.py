@@ -25,9 +25,8 @@ from celery_redlock.tasks.waiting.room import rooms
 
 logger = logging.getLogger(__name__)
 
-# what the step asks of kombu's channel, its connection and what it keeps of deliveries; without one
-# of them no message is tagged
-_OF_CHANNEL = ("_q_for_pri", "_get_message_priority", "_fanout_queues", "pool")
+# names in kombu's channel, its connection and its QoS; without one of them no message is tagged
+_CHANNEL_NAMES = ("_q_for_pri", "_get_message_priority", "_fanout_queues", "pool")
 _CALLBACKS = "_callbacks"
 QUICK_ACK = "_quick_ack"
 _IN_POLL = "_in_poll"  # the connection of an open BRPOP; without that name its reply may wait
@@ -50,8 +49,8 @@ class RecoverMessages(bootsteps.StartStopStep):
         self._platform = platform or Platform(SystemClock())
         self._keeper: Keeper | None = None
         self._has_warned = False
-        # by task and queue, of messages whose headers and priority decide nothing: see `_list_of`
-        self._lists: dict[tuple[object, str], str] = {}
+        # the result of `_list_of` for messages without lock header and priority
+        self._list_by_task_and_queue: dict[tuple[object, str], str] = {}
 
     def start(self, parent: Any) -> None:
         """Join, again after a lost connection; raises the errors of a connection that is away.
@@ -59,14 +58,14 @@ class RecoverMessages(bootsteps.StartStopStep):
         Without a worker lease, messages are given tags as well: those of other workers' leases.
         """
         channel = parent.task_consumer.channel
-        self._lists.clear()  # of another connection
+        self._list_by_task_and_queue.clear()  # of another connection
         if is_kombus(channel) and hasattr(channel, _IN_POLL):
             read_each_reply(channel)
         if not can_tag(channel):
             return
         if settings_of(self._app).recovery:
             self._join(parent)
-        channel.basic_consume = self._tagging(channel, channel.basic_consume)
+        channel.basic_consume = self._with_tags(channel, channel.basic_consume)
 
     def _join(self, parent: Any) -> None:
         self._keeper = self._keeper or Keeper(
@@ -92,7 +91,7 @@ class RecoverMessages(bootsteps.StartStopStep):
         if self._keeper is not None:
             self._keeper.end()
 
-    def _tagging(self, channel: Any, consume: Callable[..., Any]) -> Callable[..., Any]:
+    def _with_tags(self, channel: Any, consume: Callable[..., Any]) -> Callable[..., Any]:
         def basic_consume(queue: str, *args: Any, no_ack: bool = False, **options: Any) -> Any:
             consumer_tag = consume(queue, *args, no_ack=no_ack, **options)
             if not no_ack and queue not in channel._fanout_queues:
@@ -109,7 +108,7 @@ class RecoverMessages(bootsteps.StartStopStep):
         """Give a message on, under a delivery tag that names its worker lease and its list."""
         try:
             self._tag(channel, queue, raw)
-        except Exception:  # never lost for that: kombu notes it under the tag that it has
+        except Exception:  # the message goes on under its own tag
             logger.exception(
                 "cannot tag a message, which goes on without. See %s",
                 anchors.UNEXPECTED, extra={"event": "message_untagged"},
@@ -121,17 +120,17 @@ class RecoverMessages(bootsteps.StartStopStep):
         headers = raw.get("headers") or {}
         keeper = self._keeper
         task = headers.get("task")
-        decides = HEADER in headers or properties.get("priority")
-        name = None if decides else self._lists.get((task, queue))
-        if name is None:
-            name = self._list_of(channel, queue, raw)
-            if not decides and task in self._app.tasks:
-                self._lists[task, queue] = name
-        tag = keeper.tag(name) if name and keeper is not None else ""
+        is_special = HEADER in headers or properties.get("priority")
+        list_name = None if is_special else self._list_by_task_and_queue.get((task, queue))
+        if list_name is None:
+            list_name = self._list_of(channel, queue, raw)
+            if not is_special and task in self._app.tasks:
+                self._list_by_task_and_queue[task, queue] = list_name
+        tag = keeper.tag(list_name) if list_name and keeper is not None else ""
         if tag:
             properties["delivery_tag"] = tag
         elif DeliveryTag.of(properties.get("delivery_tag")) is not None:
-            # of a worker that had it before, as kombu restores it: that one may die yet
+            # the tag of a worker that had it before, and that may be declared dead later
             properties["delivery_tag"] = str(uuid4())
 
     def _list_of(self, channel: Any, queue: str, raw: dict[str, Any]) -> str:
@@ -142,7 +141,7 @@ class RecoverMessages(bootsteps.StartStopStep):
         return str(channel._q_for_pri(queue, channel._get_message_priority(raw, reverse=False)))
 
     def _forget_waiting(self, lease: str) -> None:
-        """Have what waits here and was moved away leave; called by the keeper's thread."""
+        """Drop the waiting messages of a lease that were moved; called by the keeper's thread."""
         room = rooms.get(self._consumer)
         if room is not None:
             room.dispatch_soon(lambda request: lease_of(request.message.delivery_tag) == lease)
@@ -158,15 +157,15 @@ def read_each_reply(channel: Any) -> None:
     celery.worker.consumer.tasks makes one of its own for `worker_disable_prefetch`.
     """
     qos = channel.qos
-    may_ask = qos.can_consume
-    qos.can_consume = lambda: bool(getattr(channel, _IN_POLL)) or may_ask()
+    can_consume = qos.can_consume
+    qos.can_consume = lambda: bool(getattr(channel, _IN_POLL)) or can_consume()
 
 
 def can_tag(channel: Any) -> bool:
     """Return whether messages of a channel can be tagged, so that a move finds them."""
     return (
         is_kombus(channel)
-        and all(hasattr(channel, name) for name in _OF_CHANNEL)
+        and all(hasattr(channel, name) for name in _CHANNEL_NAMES)
         and hasattr(channel.connection, _CALLBACKS)
         and hasattr(channel.qos, QUICK_ACK)
     )

@@ -17,31 +17,37 @@ from celery_redlock.lock.platform.clock import Clock
 from celery_redlock.tasks.delivery.route import Route, has_way_back
 from celery_redlock.tasks.per_app import settings_of
 from celery_redlock.tasks.recovery.ledger import (
-    OF_KOMBU,
-    SCANNED,
+    KOMBU_REDIS,
+    SCAN_COUNT,
     TIME_LIMITS,
     Ledger,
     bytes_of,
     decoded,
     is_kombus,
 )
-from celery_redlock.tasks.recovery.observer import BEAT_INTERVAL, LENGTH, PROOF, QUIET, Observer
+from celery_redlock.tasks.recovery.observer import (
+    BEAT_INTERVAL,
+    DETECTION_TIME,
+    PROOF,
+    QUIET,
+    Observer,
+)
 from celery_redlock.tasks.recovery.tags import PREFIX, DeliveryTag, lease_of, moves_of
 
-# of a worker lease: it beats; it does not, without a proof so far; it is dead; there is none
+# states: the lease beats; it does not, and is not proved dead; it is dead; its name is unknown
 ALIVE = "alive"
 SILENT = "silent"
 DEAD = "dead"
-LEFT = "left"
-LONGEST_PROOF = 3 * PROOF  # s: an observer that is late begins anew
+ORPHANED = "left"
+MAX_PROOF_TIME = 3 * PROOF  # s: an observer that is late begins anew
 
 
 @dataclass(frozen=True)
 class LeaseReport:
     """A worker lease as its broker has it, or what is tagged with others that are no longer there.
 
-    worker: its name, "" if it is not known. state: ALIVE, SILENT, DEAD or LEFT. silent_for: s since
-    its last beat, None if that is not known. messages: how many are unacknowledged. back_in: s
+    worker: its name, "" if unknown. state: ALIVE, SILENT, DEAD or ORPHANED. silent_for: seconds
+    since its last beat, None if unknown. messages: how many are unacknowledged. back_in: s
     until they are in their queues; None if they come back after the visibility timeout, or no
     worker is there to move them. beat: what it last wrote.
     """
@@ -87,7 +93,7 @@ class Unacknowledged:
 
 @dataclass(frozen=True)
 class Survey:
-    """Questions to one broker; they raise redis-py's errors. channel: kombu's own, of Redis."""
+    """Queries of one broker; they raise redis-py's errors. channel: of kombu's Redis transport."""
 
     app: Any = field(repr=False)
     channel: Any = field(repr=False)
@@ -95,16 +101,16 @@ class Survey:
 
     def now(self) -> float:
         """Return the server's wall clock, in s."""
-        seconds, micros = self.ledger.client.time()
-        return float(seconds) + float(micros) / 1e6
+        seconds, microseconds = self.ledger.client.time()
+        return float(seconds) + float(microseconds) / 1e6
 
     def leases(self) -> list[LeaseReport]:
         """Return the worker leases with their messages; last what is tagged with none of them."""
-        found = self._leases()
+        leases = self._leases()
         messages = Counter(filter(None, map(lease_of, set(self.ledger.tags()))))
-        reports = [replace(one, messages=messages.pop(one.lease, 0)) for one in found]
-        if left := messages.total():
-            reports.append(LeaseReport("", "", LEFT, None, left, None))
+        reports = [replace(lease, messages=messages.pop(lease.lease, 0)) for lease in leases]
+        if orphans := messages.total():
+            reports.append(LeaseReport("", "", ORPHANED, None, orphans, None))
         return reports
 
     def _leases(self) -> list[LeaseReport]:
@@ -113,21 +119,23 @@ class Survey:
         with ledger.client.pipeline(transaction=False) as pipe:
             pipe.time().zrange(ledger.leases, 0, -1, withscores=True)
             pipe.zrange(ledger.dead, 0, -1).hgetall(ledger.names)
-            (seconds, micros), living, dead, named = pipe.execute()
-        names = {decoded(lease): decoded(name) for lease, name in named.items()}
-        now = seconds + micros / 1e6
+            (seconds, microseconds), living, dead, names_reply = pipe.execute()
+        names = {decoded(lease): decoded(name) for lease, name in names_reply.items()}
+        now = seconds + microseconds / 1e6
         reports = []
         for key, beat in living:
             lease = decoded(key)
             silent_for = now - beat / 1000
             state = SILENT if abs(silent_for) > QUIET else ALIVE  # ahead: the clock was set back
-            left = max(0.0, silent_for)
-            report = LeaseReport(lease, names.get(lease, ""), state, left, 0, None, f"{beat:.0f}")
+            age = max(0.0, silent_for)
+            report = LeaseReport(lease, names.get(lease, ""), state, age, 0, None, f"{beat:.0f}")
             reports.append(report)
-        is_observed = any(one.state == ALIVE for one in reports)
-        for number, one in enumerate(reports):
-            if one.state == SILENT and is_observed:
-                reports[number] = replace(one, back_in=max(0.0, LENGTH - (one.silent_for or 0.0)))
+        is_observed = any(report.state == ALIVE for report in reports)
+        for index, report in enumerate(reports):
+            if report.state == SILENT and is_observed:
+                reports[index] = replace(
+                    report, back_in=max(0.0, DETECTION_TIME - (report.silent_for or 0.0))
+                )
         back_in = 0.0 if is_observed else None
         for lease in map(decoded, dead):
             reports.append(LeaseReport(lease, names.get(lease, ""), DEAD, None, 0, back_in))
@@ -140,44 +148,48 @@ class Survey:
         """
         observer = Observer()
         dead = dict[str, str]()
-        end = clock.now() + LONGEST_PROOF
+        deadline = clock.now() + MAX_PROOF_TIME
         while True:
             sent = clock.now()
-            silent = [one for one in self._leases() if one.state == SILENT]
-            quiet = {one.lease: one.beat for one in silent if one.lease in leases}
+            silent_leases = [report for report in self._leases() if report.state == SILENT]
+            quiet = {
+                report.lease: report.beat for report in silent_leases if report.lease in leases
+            }
             dead |= observer.look(sent, clock.now(), quiet)
             dead = {lease: beat for lease, beat in dead.items() if quiet.get(lease) == beat}
-            if quiet.keys() == dead.keys() or clock.now() > end:
+            if quiet.keys() == dead.keys() or clock.now() > deadline:
                 return dead
             clock.sleep(BEAT_INTERVAL)
 
     def messages_of(self, leases: Iterable[str]) -> dict[str, list[Unacknowledged]]:
         """Return the messages that are tagged with some worker leases."""
-        found: dict[str, list[Unacknowledged]] = {lease: [] for lease in leases}
-        if found:
+        messages: dict[str, list[Unacknowledged]] = {lease: [] for lease in leases}
+        if messages:
             for tag, entry in self.ledger.entries(f"{PREFIX}*"):
-                if (lease := lease_of(tag)) in found:
-                    found[lease].append(Unacknowledged.of(tag, entry, 0.0, 0.0))
-        return found
+                if (lease := lease_of(tag)) in messages:
+                    messages[lease].append(Unacknowledged.of(tag, entry, 0.0, 0.0))
+        return messages
 
     def find(self, task_id: str) -> list[Unacknowledged]:
         """Return the messages of a task."""
-        found = [(tag, entry) for tag, entry in self.ledger.entries() if task_id in entry]
-        taken = self.taken([tag for tag, _ in found])
+        entries = [(tag, entry) for tag, entry in self.ledger.entries() if task_id in entry]
+        taken_at = self.taken([tag for tag, _ in entries])
         now = self.now()
-        messages = [Unacknowledged.of(tag, entry, taken.get(tag, now), now) for tag, entry in found]
-        return [one for one in messages if one.task_id == task_id]
+        messages = [
+            Unacknowledged.of(tag, entry, taken_at.get(tag, now), now) for tag, entry in entries
+        ]
+        return [message for message in messages if message.task_id == task_id]
 
     def taken(self, tags: Iterable[str]) -> dict[str, float]:
         """Return when kombu noted messages, by delivery tag; without those that are not there."""
-        found: dict[str, float] = {}
-        for some in _chunks(tags):
+        taken_at: dict[str, float] = {}
+        for chunk in _chunks(tags):
             with self.ledger.client.pipeline(transaction=False) as pipe:
-                for tag in some:
+                for tag in chunk:
                     pipe.zscore(self.ledger.index, bytes_of(tag))
                 scores = pipe.execute()
-            found |= {tag: score for tag, score in zip(some, scores, strict=True) if score}
-        return found
+            taken_at |= {tag: score for tag, score in zip(chunk, scores, strict=True) if score}
+        return taken_at
 
     def older_than(self, seconds: float) -> Iterator[Unacknowledged]:
         """Yield the messages without a worker lease that were taken longer ago."""
@@ -222,10 +234,10 @@ class Survey:
         return str(channel._q_for_pri(reached[0], priority))
 
 
-def _chunks(found: Iterable[Any]) -> Iterator[list[Any]]:
-    rest = iter(found)
-    while some := list(itertools.islice(rest, SCANNED)):
-        yield some
+def _chunks(items: Iterable[Any]) -> Iterator[list[Any]]:
+    remaining = iter(items)
+    while chunk := list(itertools.islice(remaining, SCAN_COUNT)):
+        yield chunk
 
 
 def has_leases(app: Any) -> bool:
@@ -235,12 +247,12 @@ def has_leases(app: Any) -> bool:
     except Exception:  # each transport that cannot be imported or made has its own
         return False
     options = app.conf.broker_transport_options or {}
-    return channel.__module__ == OF_KOMBU and bool(options.get("ack_emulation", True))
+    return channel.__module__ == KOMBU_REDIS and bool(options.get("ack_emulation", True))
 
 
 @contextmanager
 def open_survey(app: Any) -> Iterator[Survey | None]:
-    """Give the questions to an app's broker, None if it is not kombu's own Redis transport."""
+    """Give a survey of an app's broker, None if it is not kombu's own Redis transport."""
     with app.connection_for_read(transport_options=TIME_LIMITS) as connection:
         channel = connection.channel() if has_leases(app) else None
         if channel is None or not is_kombus(channel):
@@ -250,17 +262,17 @@ def open_survey(app: Any) -> Iterator[Survey | None]:
 
 
 def sweep_of(app: Any) -> tuple[float, str]:
-    """Return how many s kombu may be late for a message, and the settings of that, if it has some.
+    """Return the seconds by which kombu may restore a message late, and the settings of that.
 
     Source: kombu.transport.redis: QoS.restore_visible looks at some of the ticks of an interval.
     Before kombu 5.7 both are 10.
     """
     options = app.conf.broker_transport_options or {}
     channel = app.connection_for_read().transport.Channel
-    names = "unacked_restore_interval", "unacked_restore_throttle"
-    if not all(hasattr(channel, name) for name in names):
+    settings = "unacked_restore_interval", "unacked_restore_throttle"
+    if not all(hasattr(channel, name) for name in settings):
         return 100.0, ""
-    interval, throttle = (options.get(name, getattr(channel, name)) for name in names)
+    interval, throttle = (options.get(name, getattr(channel, name)) for name in settings)
     interval = interval if interval > 0 else 10
     throttle = throttle or 1
-    return float(interval * throttle), f"{names[0]}={interval:g}, {names[1]}={throttle:g}"
+    return float(interval * throttle), f"{settings[0]}={interval:g}, {settings[1]}={throttle:g}"

@@ -14,8 +14,12 @@ from celery_redlock.tasks.delivery.header import HEADER
 from celery_redlock.tasks.delivery.republish import MOVES
 from celery_redlock.tasks.settings.options import TaskLockOptions
 
-MOST_MOVES = 10  # then its body may be what kills its workers
-DECIDE = ("key", "args", "on_unreachable")  # options that say whether a run is sure to hold a lock
+MAX_MOVES = 10  # in a row; after that the body itself may be what kills the workers
+DECIDING_OPTIONS = (
+    "key",
+    "args",
+    "on_unreachable",
+)  # options that say whether a run is sure to hold a lock
 PREFIX = "redlock-"  # of the name of each worker lease
 _LEASE = re.compile(rf"{PREFIX}[0-9a-f]{{32}}")
 
@@ -37,8 +41,8 @@ class DeliveryTag(NamedTuple):
     @classmethod
     def of(cls, text: object) -> DeliveryTag | None:
         """Read a delivery tag; None for one of another kind, as kombu or a sender makes it."""
-        lease, _, rest = str(text).partition(":")
-        number, _, name = rest.partition(":")
+        lease, _, number_and_list = str(text).partition(":")
+        number, _, name = number_and_list.partition(":")
         if not (_LEASE.fullmatch(lease) and number.isascii() and number.isdecimal() and name):
             return None
         return cls(lease, int(number), name)
@@ -63,19 +67,23 @@ def always_locks(options: TaskLockOptions) -> bool:
     return not (options.key is False or callable(options.key) or options.on_unreachable == "run")
 
 
-def may_be_moved(task: Any, carried: Mapping[str, Any], queue: str) -> bool:
-    """Return whether a second delivery of a message cannot run beside the first: it has a lock.
+def may_be_moved(task: Any, headers: Mapping[str, Any], queue: str) -> bool:
+    """Return whether a message may be moved: a lock keeps a second delivery from a run beside it.
 
-    carried: the message's headers, as the broker brought them.
+    headers: of the message, as the broker delivers them.
     """
     if not hasattr(task, "lock_for"):
         return False
-    header = carried.get(HEADER)
+    header = headers.get(HEADER)
     call: Mapping[str, Any] = {}
     try:
         config = config_of(task)
         if isinstance(header, Mapping) and isinstance(header.get("options"), Mapping):
-            call = {n: v for n, v in config.heeded(header["options"]).items() if n in DECIDE}
+            call = {
+                name: value
+                for name, value in config.allowed_options(header["options"]).items()
+                if name in DECIDING_OPTIONS
+            }
         return always_locks(config.options_for(queue, call))
     except SettingsError:  # each run fails with it
         return False
@@ -93,7 +101,7 @@ def moved(entry: str, *, anew: bool = False, is_counted: bool = True) -> str | N
     raw = json.loads(entry)[0]
     properties = raw["properties"]
     moves = 0 if anew else moves_of(properties) + is_counted
-    if moves > MOST_MOVES:
+    if moves > MAX_MOVES:
         return None
     properties.update({"delivery_tag": str(uuid4()), MOVES: moves})
     raw.setdefault("headers", {})["redelivered"] = True
@@ -103,5 +111,5 @@ def moved(entry: str, *, anew: bool = False, is_counted: bool = True) -> str | N
 
 def moves_of(properties: Mapping[str, Any]) -> int:
     """Return how often in a row a message was moved, as it says itself."""
-    counted = properties.get(MOVES)
-    return counted if type(counted) is int and counted > 0 else 0
+    count = properties.get(MOVES)
+    return count if type(count) is int and count > 0 else 0

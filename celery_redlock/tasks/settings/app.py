@@ -26,7 +26,7 @@ WRAPS_ITSELF = (
 LOOPBACK = "127.0.0.1"  # metrics have no password: others see them only if a host is named
 # How each level is named, and how an option is written there: "queues" and "tasks" are entries of
 # redlock_queues and redlock_tasks, and "task" is a task's own attributes.
-_WRITTEN = {
+_LEVELS = {
     "built-in": ("built-in", "{name}"),
     "app": ("app", "redlock_{name}"),
     "queues": ("queue {of!r}", "redlock_queues[{of!r}][{name!r}]"),
@@ -44,9 +44,9 @@ class OptionSource(NamedTuple):
 
     @classmethod
     def at(cls, level: str, name: str, of: str = "") -> OptionSource:
-        """Return the source at a level of `_WRITTEN`. of: the task, or the entry, of that level."""
-        words, written = _WRITTEN[level]
-        return cls(words.format(of=of), written.format(name=name, of=of))
+        """Return the source at a level of `_LEVELS`. of: the task, or the entry, of that level."""
+        level_text, name_text = _LEVELS[level]
+        return cls(level_text.format(of=of), name_text.format(name=name, of=of))
 
     def __str__(self) -> str:
         return self.level if self.level == "built-in" else f"{self.level}: {self.name}"
@@ -57,8 +57,10 @@ class OptionSource(NamedTuple):
 
 
 SourceOf = Callable[[str], OptionSource]  # from an option's name to its source at one level
-TAKEN_OUT = "max_deferrals"  # an option that was taken out, and what to take instead
-INSTEAD = "max_wait ends a wait by its time, and a callable on_conflict by the number of deferrals"
+REMOVED_OPTION = "max_deferrals"  # an option of earlier versions
+REMOVED_OPTION_HINT = (
+    "max_wait ends a wait by its time, and a callable on_conflict by the number of deferrals"
+)
 
 
 def leave_out(task_name: str) -> str:
@@ -68,8 +70,8 @@ def leave_out(task_name: str) -> str:
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:
     """Return "; did you mean ...?" for a name close to a known one, else all known names."""
-    if str(name).lower().endswith(TAKEN_OUT):
-        return f"; {INSTEAD}"
+    if str(name).lower().endswith(REMOVED_OPTION):
+        return f"; {REMOVED_OPTION_HINT}"
     return f"; {closest_or_all(str(name), sorted(known))}"
 
 
@@ -137,7 +139,7 @@ def pattern_for(name: str, patterns: Iterable[str]) -> str | None:
 
 
 def is_glob(pattern: str) -> bool:
-    return any(sign in pattern for sign in "*?[")
+    return any(character in pattern for character in "*?[")
 
 
 def seconds_or_none(level: str, name: str, value: Any) -> float | None:
@@ -175,13 +177,13 @@ def _scheduler(level: str, name: str, value: Any) -> Any:
     return value
 
 
-def _in_conf(level: str, name: str, value: Any) -> Any:
+def _checked_elsewhere(level: str, name: str, value: Any) -> Any:
     """Return a value that `levels.py` checks together with others."""
     return value
 
 
 APP_SETTING: Mapping[str, Setting] = {
-    "nodes": Setting(_in_conf, None),
+    "nodes": Setting(_checked_elsewhere, None),
     "prefix": Setting(check_prefix, DEFAULT_PREFIX),
     "node_timeout": Setting(check_seconds, 0.2),
     "clock_drift": Setting(check_drift, 0.01),
@@ -189,10 +191,10 @@ APP_SETTING: Mapping[str, Setting] = {
     "restart_guard": Setting(check_guard, "auto"),
     "done_ttl": Setting(seconds_or_none, None),
     "metrics": Setting(_listen_address, None),
-    "call_options": Setting(_in_conf, None),
+    "call_options": Setting(_checked_elsewhere, None),
     "store_deferred": Setting(true_or_false, True),
     "beat_scheduler": Setting(_scheduler, None),
     "recovery": Setting(true_or_false, True),
-    "queues": Setting(_in_conf, None),
-    "tasks": Setting(_in_conf, None),
+    "queues": Setting(_checked_elsewhere, None),
+    "tasks": Setting(_checked_elsewhere, None),
 }

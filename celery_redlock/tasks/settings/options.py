@@ -15,7 +15,7 @@ from typing import Any
 
 from celery_redlock.errors import SettingsError
 from celery_redlock.lock.validation import (
-    LONGEST,
+    MAX_SECONDS,
     check_limit,
     check_rate,
     check_seconds,
@@ -32,6 +32,7 @@ from celery_redlock.tasks.settings.app import (
 from celery_redlock.tasks.settings.templates import check_args, check_key
 
 UNIQUE_BY = ("unique_for", "debounce")  # a send is claimed if one of these options is set
+NEWEST = "newest"  # of `on_duplicate`: a send takes the place of the queued one
 LONGEST_WAIT = 3600.0  # seconds in a worker slot; after that most brokers deliver a message again
 
 
@@ -54,8 +55,8 @@ class Backoff:
             value = getattr(self, name)
             if not is_number(value):
                 raise SettingsError("Backoff", name, repr(value), "must be a finite number")
-        if not 0 < self.first <= self.cap <= LONGEST:
-            hint = f"must be above 0 s and at most cap, and cap at most {LONGEST:.0f} s"
+        if not 0 < self.first <= self.cap <= MAX_SECONDS:
+            hint = f"must be above 0 s and at most cap, and cap at most {MAX_SECONDS:.0f} s"
             raise SettingsError("Backoff", "first, cap", f"{self.first!r}, {self.cap!r}", hint)
         if self.factor < 1:
             raise SettingsError("Backoff", "factor", repr(self.factor), "must be 1 or more")
@@ -67,10 +68,10 @@ class Backoff:
         """
         try:
             # as floats: a power of large ints would keep the interpreter's lock for seconds
-            grown = min(self.cap, self.first * float(self.factor) ** float(attempt))
+            bound = min(self.cap, self.first * float(self.factor) ** float(attempt))
         except OverflowError:
-            grown = self.cap
-        return uniform(0.0, grown)
+            bound = self.cap
+        return uniform(0.0, bound)
 
     def to_message(self) -> dict[str, Any]:
         """Return the fields as a mapping that every serializer can carry."""
@@ -109,12 +110,17 @@ class EffectiveOptions:
         return next(option for option in self.options if option.name == name)
 
     def __str__(self) -> str:
-        shown = {option.name: _shown(option.value) for option in self.options}
+        texts = {option.name: _shown(option.value) for option in self.options}
         if self["key"].value is None and self["args"].value is None:
-            shown["key"] = "all arguments"
-        rows = [(option.name, shown[option.name], str(option.source)) for option in self.options]
-        wide, wider = (max(map(len, column)) for column in list(zip(*rows, strict=True))[:2])
-        lines = [f"{name:<{wide}}  {value:<{wider}}  {source}" for name, value, source in rows]
+            texts["key"] = "all arguments"
+        rows = [(option.name, texts[option.name], str(option.source)) for option in self.options]
+        name_width, value_width = (
+            max(map(len, column)) for column in list(zip(*rows, strict=True))[:2]
+        )
+        lines = [
+            f"{name:<{name_width}}  {value:<{value_width}}  {source}"
+            for name, value, source in rows
+        ]
         return "\n".join([f"{self.task} in queue {self.queue}", *lines])
 
 
@@ -124,13 +130,13 @@ def _shown(value: Any) -> str:
     return str(getattr(value, "__qualname__", value)) if callable(value) else repr(value)
 
 
-def _one_of(*words: str, or_callable: bool = False) -> Callable[[str, str, Any], Any]:
+def _one_of(*choices: str, or_callable: bool = False) -> Callable[[str, str, Any], Any]:
     def check(level: str, name: str, value: Any) -> Any:
         if or_callable and callable(value):
             return value
-        if not isinstance(value, str) or value not in words:
-            more = " or a callable that returns one of them" if or_callable else ""
-            hint = f"must be one of {', '.join(map(repr, words))}{more}"
+        if not isinstance(value, str) or value not in choices:
+            callable_hint = " or a callable that returns one of them" if or_callable else ""
+            hint = f"must be one of {', '.join(map(repr, choices))}{callable_hint}"
             raise OptionSource(level, name).wrong(value, hint)
         return value
 
@@ -140,11 +146,12 @@ def _one_of(*words: str, or_callable: bool = False) -> Callable[[str, str, Any],
 def _on_duplicate(level: str, name: str, value: Any) -> Any:
     if value == "replace":
         hint = (
-            "was taken out: the option debounce, in seconds, takes the place of this one, of "
-            'unique_for and of a countdown, as lock_debounce=30 or lock={"debounce": 30}'
+            'was taken out: "newest", with unique_for and unique_until="started", lets a call take '
+            "the place of the queued one; the option debounce, in seconds, takes the place of this "
+            'one, of unique_for and of a countdown, as lock_debounce=30 or lock={"debounce": 30}'
         )
         raise OptionSource(level, name).wrong(value, hint)
-    return _one_of("existing", "fail")(level, name, value)
+    return _one_of("existing", "fail", NEWEST)(level, name, value)
 
 
 def _limit(level: str, name: str, value: Any) -> Any:
@@ -155,7 +162,7 @@ def _rate(level: str, name: str, value: Any) -> str | dict[str, str] | None:
     """Return a rate as text, or a dict of texts: a message may carry it."""
     checked = check_rate(level, name, value)
     if isinstance(checked, dict):
-        return {template: str(one) for template, one in checked.items()}
+        return {template: str(rate) for template, rate in checked.items()}
     return None if checked is None else str(checked)
 
 
@@ -214,6 +221,6 @@ class TaskLockOptions:
 
 
 OPTION: Mapping[str, Setting] = {
-    one.name: Setting(one.metadata["check"], one.default) for one in fields(TaskLockOptions)
+    row.name: Setting(row.metadata["check"], row.default) for row in fields(TaskLockOptions)
 }
-BUILT_IN: Mapping[str, Any] = {name: one.default for name, one in OPTION.items()}
+BUILT_IN: Mapping[str, Any] = {name: setting.default for name, setting in OPTION.items()}

@@ -19,7 +19,7 @@ from typing import Any
 from celery_redlock.errors import SettingsError
 from celery_redlock.lock.model.keys import in_order
 from celery_redlock.lock.model.rate import Rate
-from celery_redlock.lock.validation import MOST_BYTES, check_permits, check_rates, is_too_long
+from celery_redlock.lock.validation import MAX_NAME_BYTES, check_permits, check_rates, is_too_long
 from celery_redlock.tasks.arguments import Arrivals, Parameters, misfit
 from celery_redlock.tasks.settings import templates
 from celery_redlock.tasks.settings.app import (
@@ -32,8 +32,8 @@ from celery_redlock.tasks.settings.app import (
 )
 from celery_redlock.tasks.settings.call import CallKeys, TaskCall
 from celery_redlock.tasks.settings.levels import (
+    KEY_LIMIT_OPTIONS,
     KEY_OPTIONS,
-    OF_THE_KEY,
     check_built_in,
     check_options,
     check_together,
@@ -52,10 +52,10 @@ from celery_redlock.tasks.settings.options import (
 from celery_redlock.tasks.settings.templates import fields_of_key, reads_arguments, templates_of
 
 ANY_ARGUMENTS = "any-arguments"  # instead of a digest, if no argument is part of the key
-_TOO_LONG = f"a resource has at most {MOST_BYTES} bytes"
+_TOO_LONG = f"a resource has at most {MAX_NAME_BYTES} bytes"
 _NAMES_QUEUE = re.compile(r"\{queue[}:\[]")
 _CALL: SourceOf = partial(OptionSource.at, "call")
-_NEED_A_KEY = (
+_USES_OF_KEY = (
     ("unique_for", "deduplicates by"), ("debounce", "counts sends by"),
     ("rate", "limits the starts of"),
 )  # fmt: skip
@@ -91,7 +91,7 @@ class TaskLockConfig:
         check_together(f"task {self.task_name!r}", self.task_options)
         # in the queue without a name hold the options of a glob that matches every name
         check_built_in(app, merge_levels(*(level for level, _ in self.levels("", {}))))
-        for name, use in _NEED_A_KEY:
+        for name, use in _USES_OF_KEY:
             value = options.get(name)
             if options.get("key") is False and value is not None:
                 hint = f"{use} the lock's key, and key=False makes none: name a key"
@@ -142,44 +142,58 @@ class TaskLockConfig:
             self._by_queue[queue] = self._merge(queue, {})
         return self._by_queue[queue]
 
-    def heeded(self, carried: Mapping[str, Any]) -> Mapping[str, Any]:
+    def allowed_options(self, options: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the options of a message without those that no message may carry."""
-        if not carried or self.app.call_options is None:
-            return carried
-        return {n: v for n, v in carried.items() if n not in OPTION or self.app.may_carry(n)}
+        if not options or self.app.call_options is None:
+            return options
+        return {
+            name: value
+            for name, value in options.items()
+            if name not in OPTION or self.app.may_carry(name)
+        }
 
-    def overridden(self, queue: str, options: TaskLockOptions) -> dict[str, Any]:
-        """Return what a call has changed of what is excluded. options: in force for the call."""
-        usual = vars(self.options_for(queue))
-        excluding = (*KEY_OPTIONS, "limit", "rate")
-        return {n: v for n, v in vars(options).items() if n in excluding and v != usual[n]}
+    def overridden_options(self, queue: str, options: TaskLockOptions) -> dict[str, Any]:
+        """Return the options that decide what is locked, as far as a call changes them.
+
+        options: in force for the call.
+        """
+        defaults = vars(self.options_for(queue))
+        compared = (*KEY_OPTIONS, "limit", "rate")
+        return {
+            name: value
+            for name, value in vars(options).items()
+            if name in compared and value != defaults[name]
+        }
 
     def levels(
         self, queue: str, call: Mapping[str, Any]
     ) -> Iterator[tuple[Mapping[str, Any], SourceOf]]:
         """Give the options of each level with their sources; the nearest level comes last.
 
-        A limit or rate beside a key of app or queue is of that key, and counts no other one.
+        A limit or rate set beside a key of app or queue is of that key: it is left out if a nearer
+        level sets another key.
         """
         yield {**BUILT_IN, "ttl": self.app.built_in_ttl}, partial(OptionSource.at, "built-in")
         outer = [(self.app.options, partial(OptionSource.at, "app"))]
         pattern = pattern_for(queue, self.app.queues)
         if pattern is not None:
             outer.append((self.app.queues[pattern], partial(OptionSource.at, "queues", of=pattern)))
-        for number, (options, source) in enumerate(outer, 1):
-            nearer = *(one for one, _ in outer[number:]), self.options, call
+        for position, (options, source) in enumerate(outer, 1):
+            nearer = *(level for level, _ in outer[position:]), self.options, call
             if decides_key(options) and any(map(decides_key, nearer)):
-                options = {n: v for n, v in options.items() if n not in OF_THE_KEY}
+                options = {
+                    name: value for name, value in options.items() if name not in KEY_LIMIT_OPTIONS
+                }
             yield options, source
         yield self.options, self.source
         yield call, _CALL
 
     def _merge(self, queue: str, call: Mapping[str, Any]) -> TaskLockOptions:
         """Return the options of all levels as one. call: checked."""
-        whole = merge_levels(*(options for options, _ in self.levels(queue, call)))
-        check_together(f"task {self.task_name!r} in queue {queue!r}", whole)
-        check_built_in(self.app, whole)
-        return TaskLockOptions(**whole)
+        merged = merge_levels(*(options for options, _ in self.levels(queue, call)))
+        check_together(f"task {self.task_name!r} in queue {queue!r}", merged)
+        check_built_in(self.app, merged)
+        return TaskLockOptions(**merged)
 
     def effective_options(
         self, queue: str, call: Mapping[str, Any] | None = None
@@ -191,20 +205,20 @@ class TaskLockConfig:
             for name in filter(level.__contains__, KEY_OPTIONS):
                 sources.update(dict.fromkeys(KEY_OPTIONS, source_of(name)))
             sources.update((name, source_of(name)) for name in level)
-        in_force = vars(self._merge(queue, checked_call)).items()
-        values = tuple(OptionValue(name, value, sources[name]) for name, value in in_force)
+        merged = vars(self._merge(queue, checked_call)).items()
+        values = tuple(OptionValue(name, value, sources[name]) for name, value in merged)
         return EffectiveOptions(self.task_name, queue, values)
 
     def check_call(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """Return the options of a call, checked alone and with those of task and app."""
-        valid = check_options(options, self.app, _CALL, travels=True)
-        for name in valid:
+        checked = check_options(options, self.app, _CALL, travels=True)
+        for name in checked:
             if not self.app.may_carry(name):
                 hint = "is not in redlock_call_options, so no call may set it: set it at the task"
                 raise _CALL(name).wrong(options[name], hint)
-        self.check_level(valid, _CALL)
-        check_together("call", merge_levels(self.task_options, valid))
-        return valid
+        self.check_level(checked, _CALL)
+        check_together("call", merge_levels(self.task_options, checked))
+        return checked
 
     def check_level(self, options: Mapping[str, Any], source_of: SourceOf) -> None:
         """Raise SettingsError if a level's `key` or `args` names an argument that is not there."""
@@ -217,7 +231,7 @@ class TaskLockConfig:
             self._check_names(args, parameters, source_of("args"), args)
             self._check_defaults(None, args)
             return
-        names = [one.name for one in fields_of_key(key)]
+        names = [entry.name for entry in fields_of_key(key)]
         self._check_names(names, (*parameters, *templates.TEMPLATE_NAMES), source_of("key"), key)
         if not callable(key) and key is not False:
             self._check_defaults(key, tuple(parameters))
@@ -227,29 +241,29 @@ class TaskLockConfig:
     ) -> None:
         for name in names:
             if name not in known:
-                has = f"has no argument {name!r}{did_you_mean(name, known)}"
-                hint = f"{self.task_name} {has if known else 'takes no arguments'}"
+                missing = f"has no argument {name!r}{did_you_mean(name, known)}"
+                hint = f"{self.task_name} {missing if known else 'takes no arguments'}"
                 hint += f". {leave_out(self.task_name)}" if "*" in source.name else ""  # a glob
                 raise source.wrong(list(value) if isinstance(value, tuple) else value, hint)
 
     def _check_defaults(self, key: Any, names: tuple[str, ...]) -> None:
         """Raise SettingsError if an argument's default would make another key each time.
 
-        names: the arguments of the digest. None is no error, nor is a default without the item
-        that a template names: a call may give another value.
+        names: the arguments of the digest. The default None is no error, nor is a default without
+        the item that a template names: a call may give another value.
         """
         parameters = self.signature.parameters
-        templated = fields_of_key(key)
-        defaults = {n: p.default for n, p in parameters.items() if p.default is not p.empty}
-        is_digest = "digest" not in parameters and any(one.name == "digest" for one in templated)
-        checked: list[tuple[str, Any, Callable[[Any], Any]]] = []
-        if is_digest or not templates_of(key):
+        template_fields = fields_of_key(key)
+        defaults = self.parameters.defaults
+        reads_digest = any(entry.name == "digest" for entry in template_fields)
+        candidates: list[tuple[str, Any, Callable[[Any], Any]]] = []
+        if not templates_of(key) or (reads_digest and "digest" not in parameters):
             canonical = templates.canonical
-            checked = [(name, defaults[name], canonical) for name in names if name in defaults]
-        for one in templated:
+            candidates = [(name, defaults[name], canonical) for name in names if name in defaults]
+        for entry in template_fields:
             with suppress(LookupError, TypeError):
-                checked.append((one.written, one.find(defaults), templates.formattable))
-        for name, value, check in checked:
+                candidates.append((entry.written, entry.find(defaults), templates.formattable))
+        for name, value, check in candidates:
             try:
                 check(value)
             except TypeError as error:
@@ -266,28 +280,31 @@ class TaskLockConfig:
         if key is False:
             return ()
         if callable(key):
-            return self._called(options, call)
+            return self._from_callable(options, call)
         parameters = self.parameters
         args = call.args
         kwargs = call.kwargs
         binder = parameters.binder
-        if parameters.through and not reads_arguments(key, options.args, self.signature):
+        if parameters.wrappers and not reads_arguments(key, options.args, self.signature):
             # whatever a decorator adds
             binder = dict
             args = ()
             kwargs = {}
-        elif parameters.taken:
-            args, kwargs = parameters.passed_on(args, kwargs)
+        elif parameters.consumed:
+            args, kwargs = parameters.without_consumed(args, kwargs)
         try:
             arguments = binder(*args, **kwargs)
         except TypeError as error:  # not retried: Celery publishes no retry that does not fit
-            why = str(error).removeprefix(f"{binder.__qualname__}() ")
-            raise misfit(self.task_name, parameters, why, call) from None
+            reason = str(error).removeprefix(f"{binder.__qualname__}() ")
+            raise misfit(self.task_name, parameters, reason, call) from None
         if key is not None:
-            return tuple(self._filled(one, arguments, call.queue) for one in templates_of(key))
-        return (f"{self.task_name}:{self._chosen(options.args, arguments, call.queue)}",)
+            queue = call.queue
+            if type(key) is str:  # most keys
+                return (self._fill(key, arguments, queue),)
+            return tuple(self._fill(entry, arguments, queue) for entry in templates_of(key))
+        return (f"{self.task_name}:{self._digest_of(options.args, arguments, call.queue)}",)
 
-    def _chosen(
+    def _digest_of(
         self, names: tuple[str, ...] | None, arguments: Mapping[str, Any], queue: str
     ) -> str:
         """Return the digest of all arguments, or of those in the option `args`."""
@@ -295,41 +312,40 @@ class TaskLockConfig:
             return templates.digest(arguments, self.task_name)
         if not names:
             return ANY_ARGUMENTS
-        chosen = {name: value for name, value in arguments.items() if name in names}
-        if len(chosen) < len(names):
+        selected = {name: value for name, value in arguments.items() if name in names}
+        if len(selected) < len(names):
             # a queue's names cannot be checked against every task when the app finalizes
             pattern = pattern_for(queue, self.app.queues) or queue
             self._check_names(names, arguments, OptionSource.at("queues", "args", pattern), names)
-        return templates.digest(chosen, self.task_name)
+        return templates.digest(selected, self.task_name)
 
     def shapes(self, options: TaskLockOptions, queue: str) -> tuple[str, ...]:
         """Return the resources of any call, with {} for each argument; () without a template."""
-        blank = dict.fromkeys(self.signature.parameters, "{}")
-        known = {"task": self.task_name, "queue": queue, "digest": "{digest}", **blank}
+        placeholders = dict.fromkeys(self.signature.parameters, "{}")
+        values = {"task": self.task_name, "queue": queue, "digest": "{digest}", **placeholders}
         return tuple(
-            "".join(part if isinstance(part, str) else known.get(part.name, "") for part in parts)
+            "".join(part if isinstance(part, str) else values.get(part.name, "") for part in parts)
             for parts in map(templates.compiled, templates_of(options.key))
         )
 
-    def _called(self, options: TaskLockOptions, call: TaskCall) -> tuple[str, ...]:
+    def _from_callable(self, options: TaskLockOptions, call: TaskCall) -> tuple[str, ...]:
         source = self.source("key")
         key = options.key
         returned = call.ask(key, source)
         if returned is None:
             return ()
-        found = returned if isinstance(returned, (list, tuple)) else [returned]
-        if not found or not all(isinstance(resource, str) and resource for resource in found):
-            got = f"got {type(returned).__name__}"
-            raise source.wrong(
-                key, f"must return a text or a list of texts, not empty, or None; {got}"
-            )
-        if any(map(is_too_long, found)):
+        resources = returned if isinstance(returned, (list, tuple)) else [returned]
+        if not resources or not all(isinstance(entry, str) and entry for entry in resources):
+            hint = "must return a text or a list of texts, not empty, or None; got "
+            raise source.wrong(key, f"{hint}{type(returned).__name__}")
+        if any(map(is_too_long, resources)):
             raise source.wrong(key, f"{_TOO_LONG}; a callable returned more")
-        found = in_order(found)
+        resources = in_order(resources)
         if not callable(options.limit):
-            check_permits(source.level, limit=options.limit, fencing=options.fencing, names=found)
-        check_rates(source.level, rate=options.rate, names=found)
-        return found
+            fencing = options.fencing
+            check_permits(source.level, limit=options.limit, fencing=fencing, names=resources)
+        check_rates(source.level, rate=options.rate, names=resources)
+        return resources
 
     def keys(self, options: TaskLockOptions, call: TaskCall, resources: Sequence[str]) -> CallKeys:
         """Return what a call locks, with limits and rates; resources: as `resources` gave them.
@@ -360,11 +376,13 @@ class TaskLockConfig:
         by_name = check_permits(source.level, limit=limit, fencing=options.fencing, names=names)
         if by_name is None:
             return None
-        found: dict[str, int] = {}
+        by_resource: dict[str, int] = {}
         for name, resource in zip(names, resources, strict=True):
-            own = by_name.get(name, 1)  # two templates may give one resource: the smaller limit
-            found[resource] = min(own, found.get(resource, own))
-        return {resource: own for resource, own in found.items() if own > 1} or None
+            # two templates may give one resource: the smaller limit
+            permits = by_name.get(name, 1)
+            by_resource[resource] = min(permits, by_resource.get(resource, permits))
+        above_one = {resource: permits for resource, permits in by_resource.items() if permits > 1}
+        return above_one or None
 
     def rates(self, options: TaskLockOptions, resources: Sequence[str]) -> dict[str, Rate] | None:
         """Return the rates by resource; None without one. resources: of a call, as `resources`."""
@@ -372,18 +390,18 @@ class TaskLockConfig:
             return None
         names = templates_of(options.key) or resources
         by_name = check_rates(self.source("rate").level, rate=options.rate, names=names) or {}
-        found: dict[str, Rate] = {}
+        by_resource: dict[str, Rate] = {}
         for name, resource in zip(names, resources, strict=True):
-            own = by_name.get(name)
-            if own is None:
+            rate = by_name.get(name)
+            if rate is None:
                 continue
-            other = found.setdefault(resource, own)
-            if other != own:
-                hint = f"{resource!r} has two rates for these arguments: {own}, {other}"
+            earlier = by_resource.setdefault(resource, rate)
+            if earlier != rate:
+                hint = f"{resource!r} has two rates for these arguments: {rate}, {earlier}"
                 raise self.source("rate").wrong(options.rate, hint)
-        return found or None
+        return by_resource or None
 
-    def _filled(self, template: str, arguments: Mapping[str, Any], queue: str) -> str:
+    def _fill(self, template: str, arguments: Mapping[str, Any], queue: str) -> str:
         try:
             text = templates.fill(template, arguments, self.task_name, queue)
         except (LookupError, TypeError, ValueError, ArithmeticError) as error:
@@ -391,7 +409,7 @@ class TaskLockConfig:
             raise self.source("key").wrong(template, hint) from error
         if not text:
             raise self.source("key").wrong(template, "gives an empty text for these arguments")
-        if is_too_long(text):
+        if len(text) > MAX_NAME_BYTES // 4 and is_too_long(text):  # else it need not be encoded
             raise self.source("key").wrong(template, f"{_TOO_LONG}; these arguments give more")
         return text
 

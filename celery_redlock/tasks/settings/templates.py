@@ -20,28 +20,28 @@ from typing import Any, NamedTuple, TypeAlias
 
 from celery_redlock.errors import SettingsError
 from celery_redlock.lock.transport.command import encoded
-from celery_redlock.lock.validation import MOST_BYTES, is_too_long
+from celery_redlock.lock.validation import MAX_NAME_BYTES, is_too_long
 from celery_redlock.tasks.settings.app import OptionSource
 
-_NATIVE = (bool, int, float, str, bytes)
-_CONTAINERS = (list, tuple, set, frozenset, Mapping)
-_DATES: tuple[Any, ...] = (dt.datetime, dt.date, dt.time)  # a datetime is a date, too
-_BY_TEXT = (*_DATES, decimal.Decimal, uuid.UUID, dt.timedelta)
-_SHOWN = (*_NATIVE, *_BY_TEXT)
+_PLAIN_TYPES = (bool, int, float, str, bytes)
+_CONTAINER_TYPES = (list, tuple, set, frozenset, Mapping)
+_DATE_TYPES: tuple[Any, ...] = (dt.datetime, dt.date, dt.time)  # a datetime is a date, too
+_TEXT_TYPES = (*_DATE_TYPES, decimal.Decimal, uuid.UUID, dt.timedelta)
+_FORMATTABLE_TYPES = (*_PLAIN_TYPES, *_TEXT_TYPES)
 TEMPLATE_NAMES = ("task", "queue", "digest")  # beside the arguments, whose names win
 
 _FIELD = re.compile(r"([^.\[\]]+)((?:\[[^\[\]]+\])*)")
 _ITEM = re.compile(r"\[([^\[\]]+)\]")
 # A width or a precision of a format: a few bytes of a message would become a text of gigabytes.
-_WIDE = re.compile(r"\d{4}")
-_BY_A_CALLABLE = (  # for an error, also of an entry in `redlock_tasks`
+_LONG_NUMBER = re.compile(r"\d{4}")
+_NO_ATTRIBUTES_HINT = (  # for an error, also of an entry in `redlock_tasks`
     "a template reads no attributes of an object. Use a callable key, as "
     'lambda task, args, kwargs: f"event:{args[0].id}"'
 )
-_BEYOND = (  # for an error of what a template cannot write
+_CALLABLE_KEY_HINT = (  # for an error of what a template cannot write
     'use a callable key at the task, as lambda task, args, kwargs: f"sku:{args[0]!r}"'
 )
-_WIDEST_DECIMAL = 1000  # digits; Decimal("1e999999999") is short until a format writes its zeros
+_MAX_DIGITS = 1000  # digits; Decimal("1e999999999") is short until a format writes its zeros
 
 
 def check_key(level: str, name: str, value: Any) -> Any:
@@ -55,7 +55,7 @@ def check_key(level: str, name: str, value: Any) -> Any:
     if not all(isinstance(entry, str) and entry for entry in entries):
         raise wrong(value, "a template must be a text, not empty")
     if any(map(is_too_long, entries)):
-        raise wrong(value, f"a template has at most {MOST_BYTES} bytes")
+        raise wrong(value, f"a template has at most {MAX_NAME_BYTES} bytes")
     for entry in entries:
         try:
             compiled(entry)
@@ -73,9 +73,9 @@ def check_args(level: str, name: str, value: Any) -> tuple[str, ...] | None:
         raise wrong(value, f"must be a list of argument names: write [{value!r}]")
     if not isinstance(value, (list, tuple)):
         raise wrong(value, 'must be a list of argument names, as ["sku"], or None')
-    if not all(isinstance(one, str) and one for one in value):
+    if not all(isinstance(entry, str) and entry for entry in value):
         raise wrong(value, "an argument name must be a text, not empty")
-    if any("{" in one for one in value):
+    if any("{" in entry for entry in value):
         raise wrong(value, "takes names without braces; set templates by the option key")
     return tuple(dict.fromkeys(value))
 
@@ -98,21 +98,21 @@ class Field(NamedTuple):
     items: tuple[int | str, ...]
     form: str
 
-    def find(self, known: Mapping[str, Any]) -> Any:
+    def find(self, values: Mapping[str, Any]) -> Any:
         """Return its value; LookupError or TypeError if there is no such argument or item."""
-        value = reduced(known[self.name])
+        value = reduced(values[self.name])
         for item in self.items:
             value = reduced(_item(value, item))
         return value
 
-    def fill(self, known: Mapping[str, Any]) -> str:
+    def fill(self, values: Mapping[str, Any]) -> str:
         """Return its text; LookupError, TypeError or ValueError if it has no stable one."""
-        value = self.find(known)
+        value = self.find(values)
         if value is None:
             raise ValueError(f"{self.written} is None")
         value = formattable(value)
-        if isinstance(value, decimal.Decimal) and abs(value.adjusted()) > _WIDEST_DECIMAL:
-            raise ValueError(f"a number has at most {_WIDEST_DECIMAL} digits")
+        if isinstance(value, decimal.Decimal) and abs(value.adjusted()) > _MAX_DIGITS:
+            raise ValueError(f"a number has at most {_MAX_DIGITS} digits")
         return format(value, self.form)
 
 
@@ -128,19 +128,19 @@ def compiled(template: str) -> Template:
             parts.append(text)
         if written is None:
             continue
-        found = _FIELD.fullmatch(written)
-        if found is None or not found[1].isidentifier():
+        match = _FIELD.fullmatch(written)
+        if match is None or not match[1].isidentifier():
             hint = "name arguments in braces, as {sku}, {rest[0]}, {options[sku]}; no attributes"
             raise ValueError(hint)
         form = form or ""
         if conversion is not None:
-            raise ValueError(f"it has the conversion !{conversion}: {_BEYOND}")
+            raise ValueError(f"it has the conversion !{conversion}: {_CALLABLE_KEY_HINT}")
         if "{" in form:
-            raise ValueError(f"it has a field in a format, {form}: {_BEYOND}")
-        if _WIDE.search(form):
+            raise ValueError(f"it has a field in a format, {form}: {_CALLABLE_KEY_HINT}")
+        if _LONG_NUMBER.search(form):
             raise ValueError("a width or a precision has at most three digits")
-        items = tuple(int(i) if i.isdecimal() else i for i in _ITEM.findall(found[2]))
-        parts.append(Field(written, found[1], items, form))
+        items = tuple(int(item) if item.isdecimal() else item for item in _ITEM.findall(match[2]))
+        parts.append(Field(written, match[1], items, form))
     return tuple(parts)
 
 
@@ -155,26 +155,34 @@ def reads_arguments(key: Any, args: tuple[str, ...] | None, signature: Signature
     if key is None:
         return args is None or bool(args)
     names = {"digest", *signature.parameters}
-    return any(one.name in names for one in fields_of_key(key))
+    return any(field.name in names for field in fields_of_key(key))
 
 
 def fill(template: str, arguments: Mapping[str, Any], task: str, queue: str) -> str:
     """Return a template filled from the arguments of one call; raises as `Field.fill`."""
-    parts = compiled(template)
-    known = {"task": task, "queue": queue, **arguments}
-    if "digest" in template and any(one.name == "digest" for one in fields_of_key(template)):
-        known.setdefault("digest", digest(arguments, task))
-    return "".join(part if isinstance(part, str) else part.fill(known) for part in parts)
+    values = {"task": task, "queue": queue, **arguments}
+    if "digest" in template and any(field.name == "digest" for field in fields_of_key(template)):
+        values.setdefault("digest", digest(arguments, task))
+    text = ""
+    for part in compiled(template):
+        if isinstance(part, str):
+            text += part
+            continue
+        value = values.get(part.written)
+        # most fields: a name, whose value is its own text. This is what `Field.fill` does with it
+        is_plain = type(value) is str or type(value) is int
+        text += str(value) if is_plain and not part.form else part.fill(values)
+    return text
 
 
 def _item(value: Any, name: int | str) -> Any:
     """Return an item of a value: of a mapping by its key as in JSON, which keeps the last."""
     if not isinstance(value, Mapping):
         return value[name]
-    found = [item for key, item in value.items() if json_key(key) == str(name)]
-    if not found:
+    items = [item for key, item in value.items() if json_key(key) == str(name)]
+    if not items:
         raise KeyError(name)
-    return found[-1]
+    return items[-1]
 
 
 def formattable(value: Any) -> Any:
@@ -183,13 +191,13 @@ def formattable(value: Any) -> Any:
     value: reduced. Sets and mappings show their items in order. An object of another class may
     define its own text, but Python's default text of an object is its address.
     """
-    if value is None or isinstance(value, _SHOWN):
+    if value is None or isinstance(value, _FORMATTABLE_TYPES):
         return value
-    if isinstance(value, _CONTAINERS):
+    if isinstance(value, _CONTAINER_TYPES):
         return canonical(value)
-    kind: Any = type(value)
-    if kind.__str__ is object.__str__ and kind.__format__ is object.__format__:
-        raise TypeError(f"{_not_plain(value)} and has no text of its own; {_BY_A_CALLABLE}")
+    value_type: Any = type(value)
+    if value_type.__str__ is object.__str__ and value_type.__format__ is object.__format__:
+        raise TypeError(f"{_not_plain(value)} and has no text of its own; {_NO_ATTRIBUTES_HINT}")
     return value
 
 
@@ -209,32 +217,34 @@ def digest(arguments: Mapping[str, Any], task: str) -> str:
     return hashlib.sha256(encoded(text[1:])).hexdigest()[:32]
 
 
-def unstable(task: str, what: str, value: Any, error: TypeError) -> SettingsError:
-    """Return the error for a value that would make another key each time. what: its name."""
+def unstable(task: str, name: str, value: Any, error: TypeError) -> SettingsError:
+    """Return the error for a value that would make another key each time. name: of the value."""
     hint = (
         f"has no stable form ({error}): name the arguments that make the key, as "
         'lock_args=["id"] or lock_key="thing:{id}", or set the key to False to take no lock'
     )
-    return SettingsError(f"task {task!r}", what, f"a {type(value).__name__}", hint)
+    return SettingsError(f"task {task!r}", name, f"a {type(value).__name__}", hint)
 
 
 def canonical(value: Any) -> str:
     """Return a text that only equal values share; TypeError for one without a stable form."""
     value = reduced(value)
-    if value is None or isinstance(value, _NATIVE):
+    if value is None or isinstance(value, _PLAIN_TYPES):
         return repr(value)
-    if isinstance(value, _DATES):
+    if isinstance(value, _DATE_TYPES):
         return f"{type(value).__name__}:{value.isoformat()}"
-    if isinstance(value, _BY_TEXT):
+    if isinstance(value, _TEXT_TYPES):
         return f"{type(value).__name__}:{value}"
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(canonical, value))}]"
     if isinstance(value, (set, frozenset)):
         return f"set({', '.join(sorted(map(canonical, value)))})"
     if isinstance(value, Mapping):
-        pairs = sorted(f"{canonical(json_key(k))}: {canonical(v)}" for k, v in value.items())
+        pairs = sorted(
+            f"{canonical(json_key(key))}: {canonical(item)}" for key, item in value.items()
+        )
         return f"{{{', '.join(pairs)}}}"
-    raise TypeError(f"{_not_plain(value)}; {_BY_A_CALLABLE}")
+    raise TypeError(f"{_not_plain(value)}; {_NO_ATTRIBUTES_HINT}")
 
 
 def _not_plain(value: Any) -> str:
@@ -247,27 +257,27 @@ def reduced(value: Any) -> Any:
     Source: kombu.utils.json: JSONEncoder.default asks `__json__` first, but never for a class that
     derives from str, int, float, list, tuple or dict; a date keeps its offset, not its zone's name.
     """
-    if value is None or type(value) in _NATIVE or isinstance(value, _CONTAINERS):
+    if value is None or type(value) in _PLAIN_TYPES or isinstance(value, _CONTAINER_TYPES):
         return value
     if isinstance(value, str):
         return str.__str__(value)
     if isinstance(value, (int, float)):
         return int(value) if isinstance(value, int) else float(value)
-    reduce = getattr(value, "__json__", None)
-    if callable(reduce):
-        return reduced(reduce())
+    to_json = getattr(value, "__json__", None)
+    if callable(to_json):
+        return reduced(to_json())
     if isinstance(value, enum.Enum):
         return reduced(value.value)
     if isinstance(value, (bytes, bytearray, memoryview)):
         return bytes(value)
-    return _of_own_kind(value)
+    return _as_base_type(value)
 
 
-def _of_own_kind(value: Any) -> Any:
+def _as_base_type(value: Any) -> Any:
     """Return a value of a class that derives from a date's or number's as one of that class."""
-    for kind in _DATES:
-        if isinstance(value, kind):
-            return kind.fromisoformat(kind.isoformat(value))
+    for base_type in _DATE_TYPES:
+        if isinstance(value, base_type):
+            return base_type.fromisoformat(base_type.isoformat(value))
     if isinstance(value, uuid.UUID):
         return uuid.UUID(int=value.int)
     if isinstance(value, decimal.Decimal):

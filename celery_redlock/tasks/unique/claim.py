@@ -24,63 +24,91 @@ from celery_redlock.lock.engine.session import Session
 from celery_redlock.lock.model.keys import SENDING, SENT, completion_key, resources_of
 from celery_redlock.lock.platform.threads import uninterruptible
 from celery_redlock.lock.transport.command import IGNORE_REPLY, Command, encode_command
-from celery_redlock.lock.validation import LONGEST
+from celery_redlock.lock.validation import MAX_SECONDS
 from celery_redlock.tasks.delivery.delivery import header_of
 from celery_redlock.tasks.delivery.header import HEADER, LockHeader, is_moment
 from celery_redlock.tasks.per_app import redlock_of
-from celery_redlock.tasks.settings.options import TaskLockOptions
-from celery_redlock.tasks.unique.rounds import ClaimRelease, ClaimRound, EarlierSend, change
+from celery_redlock.tasks.settings.options import NEWEST, TaskLockOptions
+from celery_redlock.tasks.unique.rounds import (
+    ClaimRelease,
+    ClaimRequests,
+    ClaimRound,
+    EarlierSend,
+    KeptMessage,
+    PlainRequests,
+    Predecessors,
+    milliseconds,
+)
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 SENDING_TTL = 5.0  # seconds for which others wait for an unconfirmed send: it may be slow, or dead
 MIN_ROUNDS = 4  # node timeouts that SENDING_TTL leaves time for at least
-MOST_WAIT = 1.0  # seconds for which a debounced send waits for a rival: then both run
+DEBOUNCE_PATIENCE = 1.0  # s for which a debounced send waits for an unconfirmed one; then both run
+REPLACED_FOR = 60.0  # s from the first send of a burst, for which later ones replace its message
 # seconds between tries while another send is unconfirmed
 _FIRST_PAUSE = 0.01
 _LONGEST_PAUSE = 0.25
 MIN_MARKER_TTL = 60.0  # seconds
-_ENDS = ("started", "finished", "expired")
-_IS_A_TOKEN = re.compile(r"[0-9a-f]{32}")
+NUMBER_TRIES = 3  # rounds for a number, of a send that has no place in its order
+LARGEST_NUMBER = 2**52  # of a send: a node counts on from there
+_CLAIM_ENDS = ("started", "finished", "expired")
+_TOKEN = re.compile(r"[0-9a-f]{32}")
 
 
 class Claim:
     """The claim of one send, from its first request until it is confirmed or given up.
 
-    name: of the unique key. run_id: of the run that the message leads to. options: those of the
-    send. unique_for: seconds that the claim lasts; that of a debounced send lasts until its run is
-    due. late: seconds after that for which a debounced message may still be delivered. carried:
-    what the message carries; None unless a quorum has the claim. lasts: seconds; of a debounced
+    name: of the unique key. run_id: of the run that the message leads to. options: of the send.
+    unique_for: seconds that the claim lasts, unless the send is debounced. late_delivery: seconds
+    after its due time for which a debounced message may still be delivered. message_token: for the
+    message; None unless a quorum has the claim. duration: seconds of the claim; of a debounced
     send, until its run is due.
     """
 
     def __init__(
         self, session: Session, name: str, run_id: RunId, options: TaskLockOptions,
-        unique_for: float, late: float = 0.0,
+        unique_for: float, late_delivery: float = 0.0,
     ) -> None:  # fmt: skip
         self._session = session
         self.name = name
         self.run_id = run_id
         self._options = options
-        self._late = late
+        self._late_delivery = late_delivery
         self._debounce = options.debounce
-        self.lasts = unique_for if self._debounce is None else self._until_due(0.0)
-        self.carried: ClaimToken | None = None
-        self._token = ""  # with which the value on the nodes begins
-        self._opened_at = 0.0
+        self.duration = unique_for if self._debounce is None else self._until_due(0.0)
+        self.message_token: ClaimToken | None = None
+        self._token = ""  # the value on the nodes begins with it
+        self._attempt_began_at = 0.0
         self._rounds: list[ClaimRound] = []  # of the token in use
+        self._predecessors = Predecessors()
+        self._is_ordered = options.on_duplicate == NEWEST
+        self._requests: ClaimRequests
+        if self._is_ordered:
+            from celery_redlock.tasks.unique.newest import OrderRequests
+
+            self._requests = OrderRequests(session, name, unique_for + late_delivery)
+        else:
+            waits_for_ages = options.debounce_max is not None
+            self._requests = PlainRequests(session, name, waits_for_ages=waits_for_ages)
 
     def _until_due(self, age: float) -> float:
         """Return the seconds until a debounced run is due. age: seconds, of the burst."""
-        longest = self._options.debounce_max
-        left = math.inf if longest is None else max(0.0, longest - age)
-        return min(self._debounce or 0.0, left)
+        debounce_max = self._options.debounce_max
+        remaining = math.inf if debounce_max is None else max(0.0, debounce_max - age)
+        return min(self._debounce or 0.0, remaining)
 
     @property
     def _sending_ttl(self) -> float:
         """The seconds for which the nodes keep the claim before it is confirmed."""
-        return min(self.lasts, max(SENDING_TTL, MIN_ROUNDS * self._session.options.node_timeout))
+        return min(self.duration, max(SENDING_TTL, MIN_ROUNDS * self._session.options.node_timeout))
+
+    @property
+    def replaced_id(self) -> str:
+        """The id of the task whose message this send has replaced; "" if it has replaced none."""
+        token = self.message_token
+        return "" if token is None else token.replaces.partition(":")[0]
 
     def send(self, publish: Callable[[ClaimToken | None], T]) -> T | EarlierSend:
         """Publish the message, or return the earlier send that this one is a duplicate of.
@@ -89,20 +117,22 @@ class Claim:
         given up. Raises QuorumUnreachable if on_unreachable="fail", and SettingsError.
         """
         earlier = None
-        why = f"no quorum of nodes agrees on an earlier send of {self.name!r}"
+        reason = f"no quorum of nodes agrees on an earlier send of {self.name!r}"
+        can_ask = True
         try:
             try:
                 earlier = self.open()
             except QuorumUnreachable as error:
                 if self._options.on_unreachable == "fail":
                     raise
-                why = str(error)
+                reason = str(error)
+                can_ask = False
             if earlier is not None:
                 return earlier
-            if self.carried is None:
-                self._warn("sent_without_check", "sending %s without deduplication: %s", why)
-                return publish(None)
-            result = publish(self.carried)
+            if self.message_token is None:
+                self._warn("sent_without_check", "sending %s without deduplication: %s", reason)
+                return publish(self._number_alone() if can_ask else None)
+            result = publish(self.message_token)
         except BaseException:  # also if it was interrupted in `open`: the key must not stay claimed
             self.give_up()
             raise
@@ -113,9 +143,20 @@ class Claim:
             )
         return result
 
+    def _number_alone(self) -> ClaimToken | None:
+        """Return the token of a send in an order that has no place; None if no quorum takes it.
+
+        Its run keeps the order, though it replaces no message, and none replaces it.
+        """
+        for _ in range(NUMBER_TRIES if self._is_ordered else 0):
+            self._begin_attempt()
+            if self._ask(value="").has_quorum:
+                return self._message_token(None)
+        return None
+
     def _warn(self, event: str, text: str, *why: str) -> None:
-        sent = f"{self.run_id.name}[{self.run_id.task_id}]"
-        logger.warning(text, sent, *why, extra={"event": event, "resource": self.name})
+        label = f"{self.run_id.name}[{self.run_id.task_id}]"
+        logger.warning(text, label, *why, extra={"event": event, "resource": self.name})
 
     def open(self) -> EarlierSend | None:
         """Claim the key, or return the earlier send that this one is a duplicate of.
@@ -124,75 +165,94 @@ class Claim:
         returns None without a token. Raises QuorumUnreachable, SettingsError.
         """
         clock = self._session.clock
-        tries = 0
-        patience = self._sending_ttl if self._debounce is None else MOST_WAIT
+        attempt = 0
+        replaces = self._is_ordered or self._debounce is not None
+        patience = DEBOUNCE_PATIENCE if replaces else self._sending_ttl
         started = clock.now()
         while True:
-            rival = self._attempt(started)
-            if isinstance(rival, EarlierSend):
-                return rival
-            if not rival or clock.now() > started + patience:
+            outcome = self._attempt(started)
+            if isinstance(outcome, EarlierSend):
+                return outcome
+            if not outcome or clock.now() > started + patience:
                 return None
-            pause = min(_LONGEST_PAUSE, _FIRST_PAUSE * 2 ** min(tries, 16))
+            pause = min(_LONGEST_PAUSE, _FIRST_PAUSE * 2 ** min(attempt, 16))
             clock.sleep(random.uniform(0.001, pause))  # noqa: S311 - no secret
-            tries += 1
+            attempt += 1
 
     def _attempt(self, since: float) -> EarlierSend | bool:
-        """Try once: return the earlier send, or whether to try again as a rival is unconfirmed.
+        """Try once: return the earlier send, or whether to try again after an unconfirmed one.
 
-        since: the monotonic second of the first try.
+        since: monotonic second of the first try.
         """
         session = self._session
         replaced = None
-        # a new one for each try: the release of an old one, delivered late, cannot end this one
-        self._token = session.platform.new_token()
-        self._rounds = []
-        self._opened_at = session.clock.now()
-        first = self._ask("")
-        earlier = first.agreed
+        self._begin_attempt()
+        round_ = self._ask()
+        earlier = round_.agreed_send
         if self._debounce is not None:
-            self.lasts = self._until_due(0.0 if earlier is None else earlier.age)
-        if not first.reached and earlier is not None and earlier.is_sent:
-            if self._debounce is None:
+            self.duration = self._until_due(0.0 if earlier is None else earlier.age)
+        if not round_.has_quorum and earlier is not None and earlier.is_sent:
+            if self._debounce is None and not self._is_ordered:
                 self.give_up()
                 return earlier
-            if self._ask(earlier.token, earlier.age).reached:
+            if self._ask(earlier).has_quorum:
                 replaced = earlier
-        if first.reached or replaced is not None:
-            self.carried = self._message_token(replaced)
+        if round_.has_quorum or replaced is not None:
+            self.message_token = self._message_token(replaced)
             return False
         self.give_up()
-        if first.voted < session.nodes.quorum:
-            resource = ", ".join(resources_of(self.name.partition(":")[2]))
+        if round_.voted < session.nodes.quorum:
             waited = session.clock.now() - since
-            raise QuorumUnreachable(resource, first.causes(), session.nodes.quorum, waited)
-        return earlier is not None or any(not one.is_sent for one in first.earlier.values())
+            raise QuorumUnreachable(
+                resource_text(self.name), round_.causes(), session.nodes.quorum, waited
+            )
+        is_unconfirmed = any(not send.is_sent for send in round_.earlier_sends.values())
+        # of an order also if some nodes had the start of a run in between, or a larger number
+        return earlier is not None or is_unconfirmed or self._is_ordered
+
+    def _begin_attempt(self) -> None:
+        # a new one for each try: the release of an old one, delivered late, cannot end this one
+        self._token = self._session.platform.new_token()
+        self._rounds = []
+        self._attempt_began_at = self._session.clock.now()
+        self._predecessors = Predecessors()
+        self._requests.begin(self._token)
 
     def _message_token(self, replaced: EarlierSend | None) -> ClaimToken:
         if self._debounce is not None:  # the nodes end the claim
             token = ClaimToken(self.name, self._token, "expired")
             if replaced is None:
                 return token
-            kept_for = min(replaced.expires_in, LONGEST) + self._late
+            kept_for = min(replaced.expires_in, MAX_SECONDS) + self._late_delivery
             return replace(token, replaces=replaced.run_id, kept_for=kept_for)
         clock = self._session.clock
-        ends_at = clock.wall_us() / 1e6 + self._opened_at + self.lasts - clock.now()
-        return ClaimToken(self.name, self._token, self._options.unique_until, ends_at)
+        ends_at = clock.wall_us() / 1e6 + self._attempt_began_at + self.duration - clock.now()
+        token = ClaimToken(self.name, self._token, self._options.unique_until, ends_at)
+        if not self._is_ordered:
+            return token
+        kept_for = self.duration + self._late_delivery
+        token = replace(token, number=self._requests.number, kept_for=kept_for)
+        if replaced is None:
+            return token
+        if replaced.age >= min(REPLACED_FOR, self.duration):
+            kept = KeptMessage(replaced.number, replaced.token)
+            self._predecessors = Predecessors(kept=kept)
+            return token
+        self._predecessors = Predecessors(replaced, replaced.kept)
+        return replace(token, replaces=replaced.run_id)
 
-    def _ask(self, expected: str, age: float = 0.0) -> ClaimRound:
-        """Set this send on every node whose value begins with `expected`; "": that has none.
+    def _ask(self, earlier: EarlierSend | None = None, value: str | None = None) -> ClaimRound:
+        """Set this send on each node that has an earlier one, or on those that have none.
 
-        age: seconds, of the burst that it joins. So a node that missed calls of it learns that.
+        value: "" if the send is to have a number alone.
         """
         session = self._session
-        asks_age = self._options.debounce_max is not None and not expected
-        round_ = ClaimRound(session.nodes, asks_age=asks_age)
+        round_ = self._requests.new_round(earlier)
         sent = session.clock.now()
         self._rounds.append(round_)
-        joined = (age,) if expected else ()
-        terms = [str(max(1, int(one * 1000))) for one in (self.lasts, self._sending_ttl, *joined)]
-        value = self._value(SENDING)
-        command = change(session, self.name, expected, value, *terms, handler=round_)
+        value = self._value(SENDING) if value is None else value
+        times = milliseconds(self.duration), milliseconds(self._sending_ttl)
+        command = self._requests.claim(earlier, value, times, round_)
         session.nodes.broadcast(command, sent)
         session.nodes.wait(round_, sent + session.options.node_timeout)
         session.nodes.wait_for_connects(round_, sent)
@@ -214,25 +274,30 @@ class Claim:
         """
         session = self._session
         nodes = self._session.nodes
-        every = set(range(len(nodes.all)))
-        unchanged = every - self._changed
-        if unchanged:
-            nodes.read([nodes.all[node] for node in unchanged])  # replies that came meanwhile
-            unchanged = every - self._changed
+        all_nodes = set(range(len(nodes.all)))
+        pending_nodes = all_nodes - self._changed
+        if pending_nodes:
+            nodes.read([nodes.all[node] for node in pending_nodes])  # replies that came meanwhile
+            pending_nodes = all_nodes - self._changed
         now = session.clock.now()
-        confirmed = change(session, self.name, self._token, self._value(SENT), "", "")
-        deleted = change(session, self.name, self._token, "", "", "")
-        for node in every:
-            nodes.send_to(node, deleted if node in unchanged else confirmed, now)
-        if self.carried is not None:
-            self.carried.mark_superseded(session, self.run_id.name)
+        duration = milliseconds(self.duration)
+        confirmed = self._requests.sent(self._value(SENT), duration, self._predecessors)
+        deleted = confirmed
+        if pending_nodes:
+            deleted = self._requests.release(restores_earlier=False).command(IGNORE_REPLY)
+        for node in all_nodes:
+            nodes.send_to(node, deleted if node in pending_nodes else confirmed, now)
+        if self.message_token is not None:
+            self.message_token.mark_superseded(session, self.run_id.name, self.run_id.task_id)
         session.watchdog.run_maintenance_by(now + session.options.node_timeout)
-        return now < self._opened_at + self._sending_ttl or self._sending_ttl == self.lasts
+        return (
+            now < self._attempt_began_at + self._sending_ttl or self._sending_ttl == self.duration
+        )
 
     @property
     def _changed(self) -> set[int]:
         """The nodes that have this send's value by now."""
-        return set[int]().union(*(round_.changed for round_ in self._rounds))
+        return set[int]().union(*(round_.changed_nodes for round_ in self._rounds))
 
     @uninterruptible
     def give_up(self) -> None:
@@ -242,10 +307,15 @@ class Claim:
             return
         for round_ in self._rounds:
             round_.wanted = False
-        nodes = set(range(len(session.nodes.all))) - set(self._rounds[-1].earlier)
-        ClaimRelease(session, self.name, self._token, puts_back=True).send(nodes)
-        self.carried = None
+        nodes = set(range(len(session.nodes.all))) - set(self._rounds[-1].earlier_sends)
+        self._requests.release(restores_earlier=True).send(nodes)
+        self.message_token = None
         self._rounds = []
+
+
+def resource_text(name: str) -> str:
+    """Return the resource of a unique key for people. name: as of `unique_name`."""
+    return ", ".join(resources_of(name.partition(":")[2]))
 
 
 @dataclass(frozen=True)
@@ -255,6 +325,7 @@ class ClaimToken:
     name: of the unique key. token: the key's value begins with it. until: "started", "finished" or
     "expired". ends_at: seconds since 1970, when the key expires. replaces: the id of the run that
     this send replaces, or ""; kept_for: seconds that its marker stays, `MIN_MARKER_TTL` at least.
+    number: of a send in an order (`newest.py`), else 0; kept_for is then also of that order.
     """
 
     name: str = ""
@@ -263,38 +334,42 @@ class ClaimToken:
     ends_at: float = 0.0
     replaces: str = ""
     kept_for: float = 0.0
+    number: int = 0
 
     @classmethod
     def of(cls, carried: object) -> ClaimToken | None:
-        """Read it from a message; None if it is not there, or another program wrote it."""
+        """Return the token of a message; None without one, or if another program wrote it."""
         if not isinstance(carried, Mapping):
             return None
-        one = cls(**{name: carried[name] for name in cls.__dataclass_fields__ if name in carried})
-        texts = (one.name, one.token, one.until, one.replaces)
-        if not all(isinstance(text, str) for text in texts) or not one.name:
+        token = cls(**{name: carried[name] for name in cls.__dataclass_fields__ if name in carried})
+        texts = (token.name, token.token, token.until, token.replaces)
+        if not all(isinstance(text, str) for text in texts) or not token.name:
             return None
         # a part of a token would begin the value of any send, and end its claim
-        if not _IS_A_TOKEN.fullmatch(one.token) or one.until not in _ENDS:
+        if not _TOKEN.fullmatch(token.token) or token.until not in _CLAIM_ENDS:
             return None
-        return one if is_moment(one.kept_for) and is_moment(one.ends_at) else None
+        if type(token.number) is not int or not 0 <= token.number <= LARGEST_NUMBER:
+            return None
+        return token if is_moment(token.kept_for) and is_moment(token.ends_at) else None
 
     def to_message(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if value}
 
-    def mark_superseded(self, session: Session, task_name: str) -> None:
+    def mark_superseded(self, session: Session, task_name: str, task_id: str = "") -> None:
         """Mark the run that this send replaces, if it replaces one. Does not wait.
 
         The sender does that, and the run again, in case the sender died before. Later commands on
         the same connections are executed after it: the grant of this run's lock. The marker is a
-        completion marker below 0; a marker that is there already stays. task_name: of this send; it
-        can replace a first try of the same task alone.
+        completion marker below 0; a marker that is there already stays. task_name, task_id: of this
+        send; it can replace a first try of the same task alone.
         """
         if self.replaces and self.replaces.endswith(str(RunId("", task_name))):
             key = completion_key(session.options.prefix, self.replaces)
             now = session.clock.now()
             since_ms = session.clock.wall_us() // 1000
-            ttl_ms = math.ceil(min(max(self.kept_for, MIN_MARKER_TTL), LONGEST) * 1000)
-            request = encode_command("SET", key, str(-since_ms), "PX", str(ttl_ms), "NX")
+            ttl_ms = math.ceil(min(max(self.kept_for, MIN_MARKER_TTL), MAX_SECONDS) * 1000)
+            value = f"-{since_ms} {task_id}"
+            request = encode_command("SET", key, value, "PX", str(ttl_ms), "NX")
             session.nodes.broadcast(Command(request, IGNORE_REPLY), now)
 
     def release_at_start(self, session: Session) -> None:
@@ -313,10 +388,18 @@ class ClaimToken:
     @uninterruptible
     def release(self, session: Session) -> ClaimRelease:
         """Release the key now, and return the round. Does not wait."""
-        expires_in = min(self.ends_at - session.clock.wall_us() / 1e6, LONGEST)
-        release = ClaimRelease(session, self.name, self.token, expires_in)
+        words = session, self.name, self.token, self.expires_in(session)
+        release = ClaimRelease(*words)
+        if self.number:
+            from celery_redlock.tasks.unique.newest import PlaceRelease
+
+            release = PlaceRelease(*words)
         release.send()
         return release
+
+    def expires_in(self, session: Session) -> float:
+        """Return the seconds until the key expires, by this process's clock."""
+        return min(self.ends_at - session.clock.wall_us() / 1e6, MAX_SECONDS)
 
 
 @uninterruptible
@@ -342,19 +425,19 @@ def end_claim_of_unread(sender: Any = None, message: Any = None, **_: Any) -> No
         end_claim(sender.app, LockHeader.of(Context(headers)))
 
 
-_received: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
+_claimed_requests: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 
 
 def note_claim(request: Any = None, **_: Any) -> None:
     """Keep the request of a message that has a claim, for as long as Celery itself keeps it."""
     if HEADER in request.request_dict and header_of(request._context).unique is not None:
-        _received[request.id] = request
+        _claimed_requests[request.id] = request
 
 
 def end_claim_of_killed(sender: Any = None, task_id: Any = None, **_: Any) -> None:
     """End the claim of a run whose process is gone; its message does not come back."""
     # Source: celery.worker.request: Request.on_failure sends this in the worker's main process if
     # the child could not, and does not send it if it hands the message back
-    request = _received.get(task_id)
+    request = _claimed_requests.get(task_id)
     if request is not None:
         end_claim(sender.app, header_of(request._context))

@@ -6,9 +6,10 @@ Not here: the steps of one send, which begin these rounds and find a duplicate (
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, replace
 from statistics import median_low
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import hiredis
 
@@ -29,20 +30,31 @@ from celery_redlock.lock.transport.command import (
 )
 from celery_redlock.lock.transport.nodes import Nodes
 
-DELIVER_FOR = 60.0  # seconds for which a release is repeated to a node that is away
+_NUMBER = re.compile(r" \d+\Z")
+RELEASE_RETRY_TIME = 60.0  # seconds for which a release is repeated to a node that is away
 
 
-def change(
-    session: Session, name: str, expected: str, value: str = "", *terms: str,
+def change_command(
+    session: Session, name: str, expected: str, value: str = "", *script_args: str,
     handler: Handler = IGNORE_REPLY,
 ) -> Command:  # fmt: skip
     """Return the command that changes a unique key.
 
     name: as of `unique_name`. expected: what the current value must begin with; "": there must be
-    none. value: the new one; "": none. terms: the last two arguments of lua/unique.lua.
+    none. value: the new one; "": none. script_args: the last arguments of lua/unique.lua.
     """
-    words = UNIQUE.call([unique_key(session.options.prefix, name)], expected, value, *terms)
-    return Command(words, handler, UNIQUE)
+    request = UNIQUE.call([unique_key(session.options.prefix, name)], expected, value, *script_args)
+    return Command(request, handler, UNIQUE)
+
+
+class KeptMessage(NamedTuple):
+    """A message that keeps its place in an order while others replace each other beside it."""
+
+    number: int = 0
+    token: str = ""
+
+
+NONE_KEPT = KeptMessage()
 
 
 @dataclass(frozen=True)
@@ -50,7 +62,8 @@ class EarlierSend:
     """What a node knows of an earlier send.
 
     is_sent: its sender has confirmed that it was published. expires_in: seconds, inf if it does not
-    expire. age: seconds since the first send of its burst.
+    expire. age: seconds since the first send of its burst. number: of a send in an order, else 0.
+    kept: the message that keeps its place beside it.
     """
 
     token: str
@@ -58,6 +71,8 @@ class EarlierSend:
     run_id: str
     expires_in: float
     age: float = 0.0
+    number: int = 0
+    kept: KeptMessage = NONE_KEPT
 
     @property
     def task_id(self) -> str:
@@ -66,59 +81,85 @@ class EarlierSend:
     @classmethod
     def of(cls, value: str, expires_in: float, age: float = 0.0) -> EarlierSend:
         """Parse a value; one that another program wrote is a send that was never confirmed."""
+        value = _NUMBER.sub("", value)  # lua/unique.lua takes that of an order for its end
         return cls(*parts_of_claim(value), expires_in, age)
 
 
+@dataclass(frozen=True)
+class Predecessors:
+    """What is queued of a resource before a send in an order.
+
+    replaced: the send whose place this one takes. kept: the message that keeps its place beside it.
+    """
+
+    replaced: EarlierSend | None = None
+    kept: KeptMessage = NONE_KEPT
+
+
 def read_reply(reply: Any) -> EarlierSend | bool:
-    """Return whether a node has changed the key, or the other send that it names."""
+    """Return whether a node has changed the key, or the earlier send that it has instead."""
     if type(reply) is int and reply in (0, 1):
         return bool(reply)
-    if type(reply) is list and [type(word) for word in reply] == [int, bytes, int]:
-        expires_in = reply[0] / 1000 if reply[0] >= 0 else math.inf
-        return EarlierSend.of(text_of(reply[1]), expires_in, reply[2] / 1000)
+    if type(reply) is list and [type(part) for part in reply] == [int, bytes, int]:
+        return earlier_send(*reply)
     raise UnexpectedReplyError(reply)
+
+
+def earlier_send(pttl_ms: int, value: bytes, age_ms: int) -> EarlierSend:
+    expires_in = pttl_ms / 1000 if pttl_ms >= 0 else math.inf
+    return EarlierSend.of(text_of(value), expires_in, age_ms / 1000)
 
 
 class ClaimRound(Round):
     """One compare-and-set of a claim on all nodes, and their replies.
 
-    changed: the nodes that have the new value. earlier: the earlier sends, by node. wanted: False
-    once the claim is given up, so that no request for it is written any more. asks_age: the round
-    waits for all nodes that have a burst, since one whose clock was set is to be outvoted.
+    wanted: False once the claim is given up, so that no request for it is written any more.
+    waits_for_ages: the round waits for all nodes that have a burst, so that a quorum outvotes a
+    node whose clock was set.
     """
 
-    __slots__ = ("_asks_age", "_errors", "_found", "_nodes", "_repeated", "wanted")
+    __slots__ = (
+        "_errors_by_node",
+        "_nodes",
+        "_repeated_nodes",
+        "_replies",
+        "_waits_for_ages",
+        "wanted",
+    )
 
-    def __init__(self, nodes: Nodes, *, asks_age: bool = False) -> None:
-        self._asks_age = asks_age
+    def __init__(self, nodes: Nodes, *, waits_for_ages: bool = False) -> None:
+        self._waits_for_ages = waits_for_ages
         self.decided = False
         self.wake = None
         self.wanted = True
         self._nodes = nodes
-        self._repeated = set[int]()
-        self._errors = dict[int, NodeError]()
+        self._repeated_nodes = set[int]()
+        self._errors_by_node = dict[int, NodeError]()
         # by node, as of `read_reply`; None: it failed. Another thread may add a late reply
-        self._found: dict[int, EarlierSend | bool | None] = {}
+        self._replies: dict[int, EarlierSend | bool | None] = {}
 
     def on_reply(self, node: int, sent: float, reply: Any, run_id: str) -> None:
         """Count the reply of a node. Raises UnexpectedReplyError."""
         if type(reply) is hiredis.ReplyError:
             self._fail(node, NodeError("", strip_args(str(reply))))
         else:
-            self._found[node] = read_reply(reply)
+            self._replies[node] = self.read_reply(reply)
             self._decide_if_clear()
+
+    def read_reply(self, reply: Any) -> EarlierSend | bool:
+        return read_reply(reply)
 
     def on_error(self, node: int, command: Command, error: NodeError) -> None:
         """Repeat the request once on a new connection: a second execution changes nothing."""
-        if error.lost and not self.decided and node not in self._repeated:
-            self._repeated.add(node)
+        if error.lost and not self.decided and node not in self._repeated_nodes:
+            self._repeated_nodes.add(node)
             self._nodes.send_to(node, command)
         else:
             self._fail(node, error)
 
     def _fail(self, node: int, error: NodeError) -> None:
-        self._errors[node] = error
-        self._found[node] = None
+        self._errors_by_node[node] = error
+        self._replies[node] = None
         self._decide_if_clear()
 
     def _decide_if_clear(self) -> None:
@@ -127,95 +168,101 @@ class ClaimRound(Round):
             return
         count = len(self._nodes.all)
         quorum = self._nodes.quorum
-        heard = len(self._found)
-        missing = count - heard
-        failed = heard - self.voted
-        is_clear = self.reached or not missing or failed > count - quorum
-        if not (is_clear or self._asks_age) and (earlier := self.agreed) is not None:
-            sent = sum(one.is_sent for one in self.earlier.values())
-            is_clear = earlier.is_sent or sent + missing < quorum
+        reply_count = len(self._replies)
+        missing_count = count - reply_count
+        failed_count = reply_count - self.voted
+        is_clear = self.has_quorum or not missing_count or failed_count > count - quorum
+        if not (is_clear or self._waits_for_ages) and (agreed := self.agreed_send) is not None:
+            sent_count = sum(send.is_sent for send in self.earlier_sends.values())
+            is_clear = agreed.is_sent or sent_count + missing_count < quorum
         if is_clear:
             self.decide()
 
     @property
-    def changed(self) -> set[int]:
-        return {node for node, found in self._found.copy().items() if found is True}
+    def changed_nodes(self) -> set[int]:
+        """The nodes that have the new value."""
+        return {node for node, reply in self._replies.copy().items() if reply is True}
 
     @property
-    def earlier(self) -> dict[int, EarlierSend]:
-        found = self._found.copy()
-        return {node: one for node, one in found.items() if isinstance(one, EarlierSend)}
+    def earlier_sends(self) -> dict[int, EarlierSend]:
+        """The sends that nodes have instead, by node."""
+        replies = self._replies.copy().items()
+        return {node: reply for node, reply in replies if isinstance(reply, EarlierSend)}
 
     @property
     def voted(self) -> int:
         """How many nodes gave a valid reply."""
-        return sum(found is not None for found in self._found.copy().values())
+        return sum(reply is not None for reply in self._replies.copy().values())
 
     def causes(self) -> list[str]:
         """Return one text for each node that gave no valid reply in time."""
         nodes = self._nodes
-        errors = self._errors.copy()
-        found = self._found.copy()
+        errors = self._errors_by_node.copy()
+        replies = self._replies.copy()
         has_failed = len(errors) > len(nodes.all) - nodes.quorum  # before the time was up
-        return causes_of(nodes.all, errors, voted=None if has_failed else {*found} - {*errors})
+        return causes_of(nodes.all, errors, voters=None if has_failed else {*replies} - {*errors})
 
     @property
-    def reached(self) -> bool:
-        return len(self.changed) >= self._nodes.quorum
+    def has_quorum(self) -> bool:
+        return len(self.changed_nodes) >= self._nodes.quorum
 
     @property
-    def agreed(self) -> EarlierSend | None:
-        """The earlier send that a quorum names; as confirmed if a quorum has the confirmation.
+    def agreed_send(self) -> EarlierSend | None:
+        """The earlier send that a quorum names; `is_sent` if a quorum has its confirmation.
 
-        A single node proves nothing: it may have missed the release of the key. Another one may
-        have executed a delayed request after the release; no confirmation follows such a request.
+        A single node proves nothing, because it may have missed the release of the key. Another
+        node may have executed a delayed request after the release, which no confirmation follows.
         """
-        sends = list(self.earlier.values())
+        sends = list(self.earlier_sends.values())
         quorum = self._nodes.quorum
         if len(sends) < quorum:
             return None
-        tokens = [one.token for one in sends]
+        tokens = [send.token for send in sends]
         token = max(tokens, key=tokens.count)
         if tokens.count(token) < quorum:
             return None
-        own = [one for one in sends if one.token == token]
-        is_sent = sum(one.is_sent for one in own) >= quorum
-        found = next(one for one in own if one.is_sent == is_sent)
-        age = median_low(one.age for one in own)  # not that of a node whose clock was set
-        return replace(found, expires_in=validity([one.expires_in for one in own], quorum), age=age)
+        copies = [send for send in sends if send.token == token]
+        is_sent = sum(send.is_sent for send in copies) >= quorum
+        agreed = next(send for send in copies if send.is_sent == is_sent)
+        age = median_low(send.age for send in copies)  # outvotes a node whose clock was set
+        expires_in = validity([send.expires_in for send in copies], quorum)
+        # one node is enough: it ends the place when it hears of the start. Where the send is not
+        # confirmed, what it has replaced is named instead
+        kept = max(send.kept if send.is_sent else NONE_KEPT for send in copies)
+        return replace(agreed, expires_in=expires_in, age=age, kept=kept)
 
 
 class ClaimRelease(Round):
     """The release of a unique key on all nodes, also on a node that is away for a while.
 
-    expires_in: seconds after which the key expires anyway. puts_back: the send has failed, and an
-    earlier one that it has replaced is the valid one again. Decided once a quorum has executed it.
+    expires_in: seconds after which the key expires anyway. restores_earlier: the send has failed,
+    so the earlier send that it had replaced is valid again. Decided once a quorum has executed it.
     """
 
     wanted = True
 
     def __init__(
         self, session: Session, name: str, token: str, expires_in: float = 0.0, *,
-        puts_back: bool = False,
+        restores_earlier: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
-        self._terms = ("back", "") if puts_back else ("", "")
+        self._script_args = ("back", "") if restores_earlier else ("", "")
         self._session = session
         self._name = name
         self._token = token
-        self._made_at = session.clock.now()
+        self._created_at = session.clock.now()
         self._expires_in = expires_in
-        self._executed: set[int] = set()
+        self._executed_nodes: set[int] = set()
 
     @property
     def until(self) -> float:
         """The monotonic second after which the release is not repeated to any node.
 
-        Until a quorum has executed the release, later sends would be dropped for a run that is
-        over: then it is repeated until the key expires. A minority cannot make a send be dropped.
+        Before a quorum has executed the release, later sends are dropped for a run that is over, so
+        it is repeated until the key expires. A minority cannot cause a drop.
         """
         expires_in = 0.0 if self.decided else self._expires_in
-        return self._made_at + max(DELIVER_FOR, expires_in)
+        return self._created_at + max(RELEASE_RETRY_TIME, expires_in)
 
     @uninterruptible
     def send(self, nodes: set[int] | None = None) -> None:
@@ -235,9 +282,11 @@ class ClaimRelease(Round):
         session.nodes.wait(self, session.clock.now() + session.options.node_timeout)
         return self.decided
 
-    def command(self) -> Command:
-        """Return what to send; not kept, because it refers to this object."""
-        return change(self._session, self._name, self._token, "", *self._terms, handler=self)
+    def command(self, handler: Handler | None = None) -> Command:
+        """Return what to send; not kept, because it refers to this object. handler: of replies."""
+        return change_command(
+            self._session, self._name, self._token, "", *self._script_args, handler=handler or self
+        )
 
     def on_reply(self, node: int, sent: float, reply: Any, run_id: str) -> None:
         """Count the reply, or send it again if the node could not: loading, busy, no disk.
@@ -250,8 +299,8 @@ class ClaimRelease(Round):
             session.watchdog.run_maintenance_by(session.clock.now() + session.options.node_timeout)
             return
         read_reply(reply)
-        self._executed.add(node)
-        if not self.decided and len(self._executed) >= session.nodes.quorum:
+        self._executed_nodes.add(node)
+        if not self.decided and len(self._executed_nodes) >= session.nodes.quorum:
             self.decide()
 
     def on_error(self, node: int, command: Command, error: NodeError) -> None:
@@ -261,3 +310,68 @@ class ClaimRelease(Round):
 
     def settle(self, node: int) -> None:
         """Do nothing: the key expires by itself."""
+
+
+class ClaimRequests(Protocol):
+    """What one send asks of the nodes. number: of the try in an order; 0 without one.
+
+    A try begins with `begin`, and asks by `claim` in a `new_round`. earlier: the send that it is to
+    replace. times: the ms of the claim, and those without a confirmation. The send is confirmed by
+    `sent`, and given up by `release`.
+    """
+
+    number: int
+
+    def begin(self, token: str) -> None: ...
+
+    def new_round(self, earlier: EarlierSend | None) -> ClaimRound: ...
+
+    def claim(
+        self, earlier: EarlierSend | None, value: str, times: tuple[str, str], round_: ClaimRound
+    ) -> Command: ...
+
+    def sent(self, value: str, duration: str, before: Predecessors) -> Command: ...
+
+    def release(self, *, restores_earlier: bool) -> ClaimRelease: ...
+
+
+class PlainRequests:
+    """The requests of a send that is deduplicated, or debounced.
+
+    waits_for_ages: as of `ClaimRound`, while the send expects nothing.
+    """
+
+    number = 0
+
+    def __init__(self, session: Session, name: str, *, waits_for_ages: bool) -> None:
+        self._session = session
+        self._name = name
+        self._waits_for_ages = waits_for_ages
+        self._token = ""
+
+    def begin(self, token: str) -> None:
+        self._token = token
+
+    def new_round(self, earlier: EarlierSend | None) -> ClaimRound:
+        waits_for_ages = self._waits_for_ages and earlier is None
+        return ClaimRound(self._session.nodes, waits_for_ages=waits_for_ages)
+
+    def claim(
+        self, earlier: EarlierSend | None, value: str, times: tuple[str, str], round_: ClaimRound
+    ) -> Command:
+        expected = "" if earlier is None else earlier.token
+        words = times if earlier is None else (*times, milliseconds(earlier.age))
+        return change_command(self._session, self._name, expected, value, *words, handler=round_)
+
+    def sent(self, value: str, duration: str, before: Predecessors) -> Command:
+        return change_command(self._session, self._name, self._token, value, "", "")
+
+    def release(self, *, restores_earlier: bool) -> ClaimRelease:
+        return ClaimRelease(
+            self._session, self._name, self._token, restores_earlier=restores_earlier
+        )
+
+
+def milliseconds(seconds: float) -> str:
+    """Return a time as an argument of a script."""
+    return str(max(1, int(seconds * 1000)))

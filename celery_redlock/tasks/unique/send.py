@@ -1,4 +1,4 @@
-"""Puts what a call says of its lock into its message: its options, and a unique send's token.
+"""Puts the lock options of a call, and the token of a unique send, into the message.
 
 Not here: how a unique send claims its key (`claim.py`).
 """
@@ -18,6 +18,7 @@ from uuid import uuid4
 from celery import current_task
 from celery._state import _get_active_apps
 
+from celery_redlock import signals
 from celery_redlock.errors import DuplicateTask, SettingsError
 from celery_redlock.label import RunId
 from celery_redlock.lock.model.keys import name_of_all
@@ -27,12 +28,18 @@ from celery_redlock.tasks.delivery.header import HEADER, hop_of
 from celery_redlock.tasks.per_app import redlock_as_set, settings_of
 from celery_redlock.tasks.settings.app import OptionSource, pattern_for
 from celery_redlock.tasks.settings.levels import (
-    OTHER_BROKERS,
+    DEFAULT_VISIBILITY_TIMEOUT,
     check_options,
     check_together,
     visibility_timeout,
 )
-from celery_redlock.tasks.settings.options import BUILT_IN, UNIQUE_BY, Backoff, TaskLockOptions
+from celery_redlock.tasks.settings.options import (
+    BUILT_IN,
+    NEWEST,
+    UNIQUE_BY,
+    Backoff,
+    TaskLockOptions,
+)
 from celery_redlock.tasks.unique.claim import Claim, ClaimToken
 from celery_redlock.tasks.unique.rounds import EarlierSend
 from celery_redlock_entry import without_proxy
@@ -40,8 +47,8 @@ from celery_redlock_entry import without_proxy
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 _published: ContextVar[list[object] | None] = ContextVar("published", default=None)
-_looked_at: set[Any] = set()  # names of tasks that this process has sent
-AWAITED = ("task_id", "link", "link_error", "chord", "group_id")
+_checked_task_names: set[Any] = set()  # names of tasks that this process has sent
+AWAITED_OPTIONS = ("task_id", "link", "link_error", "chord", "group_id")
 
 
 def send_unique(
@@ -60,7 +67,7 @@ def send_unique(
     Returns an AsyncResult, whose `is_duplicate` is True if it is that of an earlier send. Raises
     DuplicateTask, SettingsError and QuorumUnreachable.
     """
-    given = {
+    unique_options = {
         "unique_for": unique_for,
         "unique_until": unique_until,
         "on_duplicate": on_duplicate,
@@ -71,18 +78,20 @@ def send_unique(
     app = without_proxy(app)
     settings = settings_of(app)
     level = "send_unique"
-    given = check_options(given, settings, lambda option: OptionSource(level, option), travels=True)
-    check_together(level, given)
+    unique_options = check_options(
+        unique_options, settings, lambda option: OptionSource(level, option), travels=True
+    )
+    check_together(level, unique_options)
     check_resources(level, check_text(level, "resource", resource))
     if unique_for is None and debounce is None:
         hint = "set unique_for or debounce: without them each call is sent; then use app.send_task"
         raise SettingsError(level, "unique_for", "None", hint)
     add_is_duplicate(app)
     publish = functools.partial(app.send_task, name, args, kwargs)
-    lock_options = TaskLockOptions(**{**BUILT_IN, "ttl": settings.max_ttl, **given})
+    lock_options = TaskLockOptions(**{**BUILT_IN, "ttl": settings.max_ttl, **unique_options})
     if not lock_options.is_unique or is_awaited(options) or app.conf.task_always_eager:
         return publish(**options)
-    check_debounced(app, name, options, lock_options.debounce)
+    check_timing(app, name, options, lock_options)
     options["task_id"] = str(uuid4())
     return send_claimed(
         app, name, (resource,), lock_options, options, publish=publish, result_of=app.AsyncResult
@@ -100,21 +109,23 @@ def send_claimed(
     does. The claim never outlasts the message: a queue may drop an expired one, and then no worker
     would release the key.
     """
-    _, left = _expiry(app, task_name, options)
+    _, expires_in = _expiry(app, task_name, options)
     debounce = lock_options.debounce
     cap = settings_of(app).countdown_cap
     name = unique_name(task_name, resources)
     run_id = RunId(options["task_id"], task_name)
-    late = max(OTHER_BROKERS, visibility_timeout(app.conf) or 0.0)
+    late_delivery = 0.0
+    if debounce is not None or lock_options.on_duplicate == NEWEST:  # the others do not use it
+        late_delivery = max(DEFAULT_VISIBILITY_TIMEOUT, visibility_timeout(app.conf) or 0.0)
     redlock = redlock_as_set(app)  # kept until the end: an app may leave its own meanwhile
-    unique_for = min(lock_options.unique_for or 0.0, left)
-    claim = Claim(redlock.session, name, run_id, lock_options, unique_for, late)
+    unique_for = min(lock_options.unique_for or 0.0, expires_in)
+    claim = Claim(redlock.session, name, run_id, lock_options, unique_for, late_delivery)
 
     def publish_with(token: ClaimToken | None) -> T:
         if debounce is not None:
-            options["countdown"] = hop_of(claim.lasts, cap)
-            waits = {"at": redlock.session.guard.wall(), "countdown": claim.lasts}
-            add_to_header(options, deferral=waits)
+            options["countdown"] = hop_of(claim.duration, cap)
+            deferral = {"at": redlock.session.guard.wall(), "countdown": claim.duration}
+            add_to_header(options, deferral=deferral)
         if token is not None:
             add_to_header(options, unique=token.to_message())
         with noting_published() as published:
@@ -124,17 +135,37 @@ def send_claimed(
         return result
 
     try:
-        sent = claim.send(publish_with)
+        outcome = claim.send(publish_with)
     except _NotPublishedError as unpublished:
         warn_unchecked(task_name, "send_task returned before it was published", run_id.task_id)
         return cast("T", unpublished.result)
-    if not isinstance(sent, EarlierSend):
-        return sent
-    _warn_of_own_duplicate(task_name, sent.task_id)
-    if lock_options.on_duplicate == "fail":
-        ends = sent.expires_in if math.isfinite(sent.expires_in) else None
-        raise DuplicateTask(", ".join(resources), sent.task_id, ends)
-    return _mark_duplicate(result_of(sent.task_id))
+    resource = ", ".join(resources)
+    if isinstance(outcome, EarlierSend):
+        _report_deduplicated(app, resource, task_name, outcome.task_id, "dropped")
+        return _duplicate_of(outcome, resource, task_name, lock_options.on_duplicate, result_of)
+    if claim.replaced_id:
+        how = "replaced" if debounce is None else "debounced"
+        _report_deduplicated(app, resource, task_name, claim.replaced_id, how)
+    return outcome
+
+
+def _report_deduplicated(
+    app: Any, resource: str, task_name: str, earlier_id: str, how: str
+) -> None:
+    event = signals.SendDeduplicatedEvent(resource, task_name, earlier_id, how)
+    signals.send_deduplicated.send(app._tasks.get(task_name), event=event)
+
+
+def _duplicate_of(
+    earlier: EarlierSend, resource: str, task_name: str, on_duplicate: str,
+    result_of: Callable[[str], T],
+) -> T:  # fmt: skip
+    """Return the result of an earlier send; raise DuplicateTask if on_duplicate="fail"."""
+    _warn_of_own_duplicate(task_name, earlier.task_id)
+    if on_duplicate == "fail":
+        ends = earlier.expires_in if math.isfinite(earlier.expires_in) else None
+        raise DuplicateTask(resource, earlier.task_id, ends)
+    return _mark_duplicate(result_of(earlier.task_id))
 
 
 class _NotPublishedError(Exception):
@@ -149,18 +180,18 @@ class _NotPublishedError(Exception):
 def noting_published() -> Iterator[list[object]]:
     """Give the ids of the messages that this thread or greenlet publishes meanwhile."""
     published: list[object] = []
-    before = _published.set(published)
+    context_token = _published.set(published)
     try:
         yield published
     finally:
-        _published.reset(before)
+        _published.reset(context_token)
 
 
-def warn_unchecked(task_name: str, why: str, task_id: str = "") -> None:
+def warn_unchecked(task_name: str, reason: str, task_id: str = "") -> None:
     """Log that a send is not deduplicated."""
-    sent = f"{task_name}[{task_id}]" if task_id else task_name
+    label = f"{task_name}[{task_id}]" if task_id else task_name
     extra = {"event": "sent_without_check", "task": task_name}
-    logger.warning("sending %s without deduplication: %s", sent, why, extra=extra)
+    logger.warning("sending %s without deduplication: %s", label, reason, extra=extra)
 
 
 def _warn_if_not_adopted(task_name: str) -> None:
@@ -175,10 +206,10 @@ def _warn_if_not_adopted(task_name: str) -> None:
         pattern = pattern_for(task_name, entries) if isinstance(entries, Mapping) else None
         if pattern is None or not isinstance(entries[pattern], Mapping):
             continue
-        own = {name: app.conf.get(f"redlock_{name}") for name in UNIQUE_BY} | entries[pattern]
-        if any(map(own.get, UNIQUE_BY)):
-            why = "redlock_tasks waits for app.finalize(): call it once at the start"
-            warn_unchecked(task_name, why)
+        options = {name: app.conf.get(f"redlock_{name}") for name in UNIQUE_BY} | entries[pattern]
+        if any(map(options.get, UNIQUE_BY)):
+            reason = "redlock_tasks waits for app.finalize(): call it once at the start"
+            warn_unchecked(task_name, reason)
 
 
 def _warn_of_own_duplicate(task_name: str, earlier: str) -> None:
@@ -198,21 +229,29 @@ def _expiry(app: Any, task_name: str, options: Mapping[str, Any]) -> tuple[objec
     return expires, math.inf if expires is None else max(0.0, seconds_until(app, expires))
 
 
-def check_debounced(
-    app: Any, task_name: str, options: Mapping[str, Any], debounce: float | None
+def check_timing(
+    app: Any, task_name: str, options: Mapping[str, Any], lock_options: TaskLockOptions
 ) -> None:
-    """Raise SettingsError for options of a send that contradict its debounce."""
-    if debounce is None:
+    """Raise SettingsError for times of a send that contradict its debounce, or its order."""
+    debounce = lock_options.debounce
+    if debounce is not None:
+        hint = (
+            "the option debounce says when the run starts: leave this out, or set the seconds "
+            'of this call by lock={"debounce": ...}; lock={"debounce": None} is a plain send'
+        )
+    elif lock_options.on_duplicate == NEWEST:
+        hint = (
+            'cannot be combined with on_duplicate="newest", whose message takes the place of the '
+            'queued one: leave this out; lock={"unique_for": None, "on_duplicate": "existing"} is '
+            "a plain send"
+        )
+    else:
         return
     for name in ("countdown", "eta"):
         if options.get(name) is not None:
-            hint = (
-                "the option debounce says when the run starts: leave this out, or set the seconds "
-                'of this call by lock={"debounce": ...}; lock={"debounce": None} is a plain send'
-            )
             raise SettingsError("call", name, repr(options[name]), hint)
-    expires, left = _expiry(app, task_name, options)
-    if left <= debounce:
+    expires, expires_in = _expiry(app, task_name, options)
+    if debounce is not None and expires_in <= debounce:
         hint = f"ends the message before its run is due: must be later than debounce={debounce:g} s"
         raise SettingsError("call", "expires", repr(expires), hint)
 
@@ -257,7 +296,7 @@ def is_awaited(options: Mapping[str, Any]) -> bool:
     """
     if not options:
         return False
-    return options.get("chain") is not None or any(map(options.get, AWAITED))
+    return options.get("chain") is not None or any(map(options.get, AWAITED_OPTIONS))
 
 
 def unique_name(task_name: str, resources: tuple[str, ...]) -> str:
@@ -298,8 +337,8 @@ def carry_options(
     that Celery does not know is a property by then, which AMQP brokers drop in silence. Celery
     swallows what is raised here, so a wrong option is refused by the run.
     """
-    if sender not in _looked_at:
-        _looked_at.add(sender)
+    if sender not in _checked_task_names:
+        _checked_task_names.add(sender)
         _warn_if_not_adopted(sender)
     published = _published.get()
     if published is not None:
@@ -341,6 +380,6 @@ def _prepare_signatures(value: Any) -> None:
     call_options = value["options"].get("lock")
     if isinstance(call_options, Mapping):
         options["lock"] = options_to_message(call_options)
-    inner = value.get("kwargs") if value.get("subtask_type") else None
-    for part in (*options.values(), *(inner or {}).values(), *(value.get("args") or ())):
+    members = value.get("kwargs") if value.get("subtask_type") else None
+    for part in (*options.values(), *(members or {}).values(), *(value.get("args") or ())):
         _prepare_signatures(part)

@@ -61,20 +61,26 @@ class Dispatcher:
     def forget(self) -> None:
         """Forget all messages: what was on its way to Celery does not arrive there."""
         self._dispatched: weakref.WeakSet[Any] = weakref.WeakSet()  # requests
-        self._runs: dict[str, Any] = {}  # by resource: its last request that went to the pool
-        # by name of what has several permits: the requests that waited for one and went to the pool
-        self._sent: dict[str, list[Any]] = {}
+        self._runs_by_resource: dict[
+            str, Any
+        ] = {}  # by resource: its last request that went to the pool
+        # by name of a queue with several permits: its requests that went to the pool
+        self._sent_by_queue: dict[str, list[Any]] = {}
 
     def unaccepted(self) -> list[Any]:
-        """Return the requests that went on to Celery, and that it has forgotten if it stops.
+        """Return the requests that Celery has, and forgets when it stops.
 
         Source: celery.worker.consumer: Consumer.on_close empties its buckets, and the queue for a
         slot of the prefork pool; AsynPool.flush forgets each job that no child has accepted, even
         if a child is about to read it. Other pools run what they have.
         """
-        loses = getattr(self._consumer.pool, "uses_semaphore", False)
-        sent = [one for one in list(self._dispatched) if one.time_start is None] if loses else []
-        return [*self._buckets.waiting(), *sent]
+        forgets_unaccepted = getattr(self._consumer.pool, "uses_semaphore", False)
+        unaccepted = (
+            [request for request in list(self._dispatched) if request.time_start is None]
+            if forgets_unaccepted
+            else []
+        )
+        return [*self._buckets.waiting(), *unaccepted]
 
     def add(self, waiter: WaitingMessage) -> None:
         """Queue a message."""
@@ -137,17 +143,17 @@ class Dispatcher:
             logger.exception(text, request.name, request.id, see, extra=extra)
 
     def note_leaving(self, request: Any, queues: list[QueueKey]) -> None:
-        """Note which locks a message is to ask for, at once or as soon as its rate allows.
+        """Record the locks that a message needs, at once or as soon as its rate allows it to run.
 
-        Of a lock with more permits than one the next message may run as well.
+        A lock with several permits is not recorded, because the next message may run as well.
         """
-        alone = [queue for queue in queues if queue.limit == 1]
+        single_permit = [queue for queue in queues if queue.limit == 1]
         if self._buckets.bucket_of(request.task.name) is not None:
-            self._buckets.note_waiting(request, alone)
+            self._buckets.note_waiting(request, single_permit)
         elif self.has_slots:
-            for queue in alone:
+            for queue in single_permit:
                 if queue.name and self.run_of(queue.name) is None:
-                    self._runs[queue.name] = request
+                    self._runs_by_resource[queue.name] = request
 
     @property
     def has_slots(self) -> bool:
@@ -155,30 +161,32 @@ class Dispatcher:
         return getattr(self._consumer.pool, "num_processes", 1) > 1
 
     def run_of(self, resource: str) -> Any:
-        """Return the request of this worker that has a lock, or is about to ask for it; or None.
+        """Return the request of this worker that holds a lock, or is about to acquire it; or None.
 
         Source: celery.worker.state: `reserved_requests` are those in the pool and on their way.
         """
-        request = self._runs.get(resource)
+        request = self._runs_by_resource.get(resource)
         return request if request in state.reserved_requests else None
 
     def unbegun(self, queue: QueueKey) -> int:
-        """Return how many messages of a queue are in the pool's own: they have not asked yet."""
-        sent = self._sent.pop(queue.name, [])
+        """Return how many messages of a queue wait in the pool: their runs have not begun."""
+        sent = self._sent_by_queue.pop(queue.name, [])
         reserved = state.reserved_requests
-        left = [one for one in sent if one in reserved and one.time_start is None]
-        if left:
-            self._sent[queue.name] = left
-        return len(left)
+        waiting = [
+            request for request in sent if request in reserved and request.time_start is None
+        ]
+        if waiting:
+            self._sent_by_queue[queue.name] = waiting
+        return len(waiting)
 
     def sweep(self) -> None:
         """Dispatch cancelled messages, and forget ended runs."""
         with self._queues.mutex:
             waiters = self._queues.all()
         self._dispatch_cancelled(waiters)
-        for resource, run in list(self._runs.items()):  # another thread may note one
+        for resource, run in list(self._runs_by_resource.items()):  # another thread may note one
             if run not in state.reserved_requests:
-                self._runs.pop(resource, None)
+                self._runs_by_resource.pop(resource, None)
 
     def has_succeeded(self, id_: str) -> bool:
         """Return whether the run of a message has just ended with success in this worker."""
@@ -201,7 +209,7 @@ class Dispatcher:
         self._apply(request, waiter)
 
     def _on_retry(self, request: Any) -> None:
-        """Let a head look whether its lock is free; try if a message waits until its deadline."""
+        """Let a head check its lock; give a message to Celery at its deadline."""
         with self._queues.mutex:
             waiter = self._queues.of(request)
         if waiter is not None and self._clock.now() < waiter.deadline:
@@ -210,7 +218,7 @@ class Dispatcher:
             self._apply(request, waiter)
 
     def postpone(self, waiter: WaitingMessage, seconds: float) -> None:
-        """Let a waiter look again later whether its lock is free, at its deadline at the latest.
+        """Let a waiter check its lock again after some seconds, at its deadline at the latest.
 
         For waiters that wait for a release: nothing but Celery's timer ends the wait of others.
         """
@@ -235,11 +243,11 @@ class Dispatcher:
             if waiter is not None:
                 self.note_leaving(request, [waiter.queue])
                 if waiter.queue.limit != 1:
-                    self._sent.setdefault(waiter.queue.name, []).append(request)
+                    self._sent_by_queue.setdefault(waiter.queue.name, []).append(request)
                 was_head = self._queues.head(waiter.queue) is waiter
-                following = self._queues.remove(waiter, self._clock.now(), is_named=is_named)
-                if following is not None:
-                    self._arm(following)
+                next_head = self._queues.remove(waiter, self._clock.now(), is_named=is_named)
+                if next_head is not None:
+                    self._arm(next_head)
         try:
             if waiter is not None and was_head:
                 self.on_head(waiter.queue.name, None)
@@ -247,12 +255,12 @@ class Dispatcher:
             self._pass_on(request)
 
     def _pass_on(self, request: Any) -> None:
-        """Let Celery run a message; first its DEFERRED is stored, else it could stay for ever."""
+        """Let Celery run a message, once its DEFERRED is stored, which could stay otherwise."""
         # in the timer, which survives errors
-        again = functools.partial(
+        retry = functools.partial(
             self._loop.call_soon, self._loop.call_after, 0.0, self._pass_on, request
         )
-        if request not in self._dispatched or not self._states.withdraw(str(request.id), again):
+        if request not in self._dispatched or not self._states.withdraw(str(request.id), retry):
             return  # the room was closed, or a result backend is slow
         bucket = self._buckets.bucket_of(request.task.name)
         if bucket is None:
@@ -271,7 +279,7 @@ class Dispatcher:
         if seconds is None:
             return
         request = waiter.request
-        self._cancel_timer(waiter)  # else it outlives the connection
+        self._cancel_timer(waiter)  # otherwise it would outlive the connection
         entry = self._loop.call_after(seconds, self._on_retry, request, priority=ETA_PRIORITY)
         waiter.timer_entry = entry
         if hasattr(request, "_eta_timer_entry"):  # so that Celery 5.7 cancels it

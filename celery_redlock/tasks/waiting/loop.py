@@ -96,13 +96,13 @@ class EventLoop:
         Source: kombu.asynchronous.timer keeps it until its time, and celery.worker.control lists
         what its arguments name: `inspect scheduled` would show a message once for each entry.
         """
-        if entry is not None and not _has_begun(entry):
+        if entry is not None and not _is_running(entry):
             self._consumer.timer.cancel(entry)
             if hasattr(entry, "tref"):  # none of gevent's, which leaves its timer
                 entry.args = ()
 
     def _run_calls(self) -> None:
-        """Make the calls that are due, and survive what they raise: it would end the worker."""
+        """Make the calls that are due; log the error of a call, as it would end the worker."""
         if self._waker is not None:
             self._waker.clear()  # first: a call that comes meanwhile wakes the hub again
         while True:
@@ -119,7 +119,7 @@ class EventLoop:
                 logger.exception(text, anchors.UNEXPECTED, extra={"event": "hand_off_failed"})
 
 
-def _has_begun(entry: Any) -> bool:
+def _is_running(entry: Any) -> bool:
     """Return whether an entry of gevent's timer runs: to cancel it would kill its greenlet.
 
     Source: celery.concurrency.gevent: Timer. A greenlet is true once it has begun.

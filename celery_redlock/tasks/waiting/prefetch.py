@@ -41,21 +41,21 @@ class Prefetch:
         """Forget the messages above the capacity: none waits. Called with the queues' mutex."""
         self._loop.cancel(self._eviction)
         self._eviction = None
-        self._above = 0  # how many more messages wait than the capacity allows
+        self._excess = 0  # how many messages wait above the capacity
 
     def update(self) -> None:
         """Take back what Celery adds for the messages above the capacity, and let those leave.
 
         Called with the queues' mutex.
         """
-        before = self._above
+        old_excess = self._excess
         qos = self._consumer.qos
-        self._above = max(0, self._queues.waiting_for_release - self.capacity)
-        for _ in range(self._above - before):
+        self._excess = max(0, self._queues.waiting_for_release - self.capacity)
+        for _ in range(self._excess - old_excess):
             qos.decrement_eventually()
-        for _ in range(before - self._above):
+        for _ in range(old_excess - self._excess):
             qos.increment_eventually()
-        if self._above and self._eviction is None:
+        if self._excess and self._eviction is None:
             self._eviction = self._loop.call_after(self._eviction_interval, self._evict_last)
 
     def _evict_last(self) -> None:
@@ -65,11 +65,11 @@ class Prefetch:
         """
         with self._queues.mutex:
             self._eviction = None
-            last = self._queues.last_of_longest() if self._above else None
-        if last is not None:  # outside: a solo pool runs its body here
-            properties = last.request.request_dict["properties"]
+            evicted = self._queues.last_of_longest() if self._excess else None
+        if evicted is not None:  # outside: a solo pool runs its body here
+            properties = evicted.request.request_dict["properties"]
             properties[SEEN] = {**seen_of(properties), "has_room": False}
-            self.on_evict(last)
+            self.on_evict(evicted)
 
 
 def capacity(conf: Mapping[str, Any], prefetch: int) -> int:

@@ -27,8 +27,8 @@ WITHOUT_QUORUM = ""  # instead of a resource: of messages for which no quorum vo
 # Source: kombu.transport.redis reads its lists from the lowest number on; RabbitMQ, and the
 # transports that call `_get_message_priority(reverse=True)`, deliver the highest number first
 PRIORITY_SIGNS = {"redis": 1, "amqp": -1, "mongodb": -1, "zookeeper": -1}
-NEVER_REFUSED = -math.inf, -math.inf, NEVER_DEFERRED
-FIRST_PAUSE = 1.0  # seconds between two looks of a head whether its lock is free; then twice that
+NO_REFUSAL = -math.inf, -math.inf, NEVER_DEFERRED
+FIRST_PAUSE = 1.0  # seconds between the first two checks of a head's lock; doubled each time
 
 
 def priority_order(priority: object, driver: str) -> int:
@@ -90,8 +90,10 @@ class WaitingMessage:
     priority: int = 0  # of `priority_order`
 
     def __lt__(self, other: WaitingMessage) -> bool:
-        mine, its = ((w.priority, w.since, id(w.request)) for w in (self, other))
-        return mine < its
+        own_order, other_order = (
+            (waiter.priority, waiter.since, id(waiter.request)) for waiter in (self, other)
+        )
+        return own_order < other_order
 
 
 @dataclass(eq=False, slots=True)
@@ -172,11 +174,11 @@ class MessageQueues:
         self.waiting_for_release -= waiter.waits_for_release
         resource = waiter.queue.name
         queue = self._queues[resource][waiter.queue]
-        place = bisect.bisect_left(queue.waiters, waiter)
-        del queue.waiters[place]
+        index = bisect.bisect_left(queue.waiters, waiter)
+        del queue.waiters[index]
         if not self.heads(resource):
             self._emptied_at[resource] = now
-        if place > 0:
+        if index > 0:
             return None
         interval = now - max(queue.head_left_at, waiter.came_at)
         queue.interval = interval if is_named and math.isfinite(interval) else 0.0
@@ -196,13 +198,13 @@ class MessageQueues:
         if not waiter.waits_for_release or (waiter.eta > now and not waiter.is_postponed):
             return None
         queue = self._queues[waiter.queue.name][waiter.queue]
-        turn = math.inf
+        turn_at = math.inf
         if queue.waiters[0] is waiter and waiter.queue.limit != 1:
-            turn = queue.head_left_at + self._times.ask_next_after
+            turn_at = queue.head_left_at + self._times.ask_next_after
         elif queue.waiters[0] is waiter:
-            usual = min(2 * queue.interval, self._times.retry_next_at_most)
-            turn = queue.head_left_at + max(self._times.retry_next_after, usual)
-        return max(0.0, min(max(turn, waiter.eta), waiter.deadline) - now)
+            adaptive_pause = min(2 * queue.interval, self._times.retry_next_at_most)
+            turn_at = queue.head_left_at + max(self._times.retry_next_after, adaptive_pause)
+        return max(0.0, min(max(turn_at, waiter.eta), waiter.deadline) - now)
 
     def head(self, key: QueueKey) -> WaitingMessage | None:
         """Return the head of a queue; None if no message waits in it."""
@@ -210,7 +212,7 @@ class MessageQueues:
         return queue.waiters[0] if queue is not None and queue.waiters else None
 
     def last_of_longest(self) -> WaitingMessage | None:
-        """Return the waiter that is dispatched last: of the longest queue, if it may be evicted."""
+        """Return the last waiter of the longest queue that may be evicted, None without one."""
         queues = [queue for by_key in self._queues.values() for queue in by_key.values()]
         for queue in sorted(queues, key=lambda queue: len(queue.waiters), reverse=True):
             for waiter in reversed(queue.waiters):
@@ -226,20 +228,20 @@ class MessageQueues:
 
 
 class QuorumHistory:
-    """The last moment at which a quorum may have come back, for messages on their way here."""
+    """The last moment at which a quorum may have come back, for messages that arrive later."""
 
     def __init__(self) -> None:
-        self._at = -math.inf
+        self._recorded_at = -math.inf
         self._receivers = set[Hashable]()
 
     def record(self, at: float, receivers: set[Hashable]) -> None:
         """Remember a moment, in monotonic seconds, and the messages dispatched for it."""
-        self._at = at
+        self._recorded_at = at
         self._receivers = receivers
 
     def claim(self, receiver: Hashable, refused_at: float) -> bool:
         """Return whether a message missed that moment on its way here, and note that."""
-        is_missed = receiver not in self._receivers and self._at >= refused_at
+        is_missed = receiver not in self._receivers and self._recorded_at >= refused_at
         if is_missed:
             self._receivers.add(receiver)
         return is_missed
@@ -253,27 +255,29 @@ class RefusalHistory:
 
     def __init__(self, times: WaitingTimes) -> None:
         self._times = times
-        # when it was, until when it is recent, and what the run was told
-        self._last: dict[QueueKey, tuple[float, float, Deferral]] = {}
+        # its time, the end of the time in which it is recent, and the deferral of the run
+        self._last_refusals: dict[QueueKey, tuple[float, float, Deferral]] = {}
 
     @property
     def is_empty(self) -> bool:
-        return not self._last
+        return not self._last_refusals
 
     def record(self, queue: QueueKey, deferral: Deferral, now: float) -> None:
-        """Remember what a run was told. queue: of no task."""
-        remembered = self._times.remember_refusal
+        """Record the refusal of a run. queue: without a task."""
+        seconds = self._times.remember_refusal
         if deferral.rate and deferral.expires_in is not None:
-            remembered = min(deferral.expires_in, self._times.longest_pause)
-        self._last[queue] = now, now + remembered, deferral
+            seconds = min(deferral.expires_in, self._times.longest_pause)
+        self._last_refusals[queue] = now, now + seconds, deferral
 
     def refusal(self, queue: QueueKey, now: float, *, is_awaited: bool) -> LockTaken | None:
-        """Return what a new message of a queue would be told; None: it is to try.
+        """Return the refusal that a new message of a queue would get; None: it has to try.
 
         is_awaited: others wait before it, so it would be refused whenever the last one was.
         """
-        refused_at, until, deferral = self._last.get(queue._replace(task=""), NEVER_REFUSED)
-        is_recent = now < until
+        refused_at, recent_until, deferral = self._last_refusals.get(
+            queue._replace(task=""), NO_REFUSAL
+        )
+        is_recent = now < recent_until
         if not is_recent and not is_awaited:
             return None
         expires_in = deferral.expires_in if is_recent else None  # by now another may hold it
@@ -286,6 +290,8 @@ class RefusalHistory:
 
     def forget_old(self, now: float, queues: MessageQueues) -> None:
         """Forget refusals that are not recent any more, but those that a message waits for."""
-        for queue, (_, until, _) in list(self._last.items()):  # another thread may add one
-            if until < now and queues.head(queue) is None:
-                self._last.pop(queue, None)
+        for queue, (_, recent_until, _) in list(
+            self._last_refusals.items()
+        ):  # another thread may add one
+            if recent_until < now and queues.head(queue) is None:
+                self._last_refusals.pop(queue, None)

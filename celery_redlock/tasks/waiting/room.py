@@ -36,8 +36,8 @@ from celery_redlock.lock.engine.inbox import Inbox
 from celery_redlock.lock.model.keys import votes_channel, waiting_for
 from celery_redlock.lock.platform.clock import Platform, SystemClock
 from celery_redlock.tasks.delivery.delivery import header_of, seen_of, utc_now
-from celery_redlock.tasks.delivery.header import CLOCKS_DIFFER, Deferral
-from celery_redlock.tasks.delivery.route import CAME_BACK, driver_of
+from celery_redlock.tasks.delivery.header import CLOCK_TOLERANCE, Deferral
+from celery_redlock.tasks.delivery.route import DELAYED_EXCHANGE, driver_of
 from celery_redlock.tasks.per_app import leave_redlock, redlock_of, settings_of, time_of_nodes
 from celery_redlock.tasks.reporting import StoringThread
 from celery_redlock.tasks.waiting.buckets import Buckets
@@ -115,11 +115,11 @@ class WaitingRoom(bootsteps.StartStopStep):
             parent.connection_for_read = functools.partial(_closing_twice, connect)
         self._redlock: Redlock | None = None
         self._quorum = 1
-        self._votes = ""  # the channel that announces that nodes vote again
-        self._trusted = ""  # the last message on it
-        self._trusted_at: dict[int, float] = {}  # monotonic seconds of a node's message
-        self._end_sweeps: Callable[[], None] | None = None
-        self._coming_back: dict[Any, Deferral] = {}  # by request
+        self._votes_channel = ""  # the channel that announces that nodes vote again
+        self._trust_message = ""  # the last message on it
+        self._trusted_at_by_node: dict[int, float] = {}  # monotonic seconds of a node's message
+        self._stop_sweeps: Callable[[], None] | None = None
+        self._returning: dict[Any, Deferral] = {}  # by request
         self._forget()
         rooms[parent] = self
 
@@ -133,7 +133,7 @@ class WaitingRoom(bootsteps.StartStopStep):
         self._dispatcher.forget()
         self._quorum_history = QuorumHistory()
         self._refusals = RefusalHistory(self._times)
-        self._coming_back.clear()
+        self._returning.clear()
         self._loop.clear()
 
     def start(self, parent: Any) -> None:
@@ -141,7 +141,7 @@ class WaitingRoom(bootsteps.StartStopStep):
         self._prefetch.capacity = capacity(parent.app.conf, parent.initial_prefetch_count)
         self._forget()
         self._loop.start()
-        self._end_sweeps = self._loop.call_repeatedly(self._times.sweep_interval, self._sweep)
+        self._stop_sweeps = self._loop.call_repeatedly(self._times.sweep_interval, self._sweep)
 
     def stop(self, parent: Any) -> None:
         """Forget all waiters: the broker delivers their messages again.
@@ -149,18 +149,20 @@ class WaitingRoom(bootsteps.StartStopStep):
         If the worker stops, those that were deferred here are published before, with their
         deferrals, until the broker does not take one.
         """
-        end_sweeps = self._end_sweeps
-        self._end_sweeps = None
-        if end_sweeps is not None:  # first: a sweep may run now, and would go on
-            end_sweeps()
+        stop_sweeps = self._stop_sweeps
+        self._stop_sweeps = None
+        if stop_sweeps is not None:  # first: a sweep may run now, and would go on
+            stop_sweeps()
         try:
             if self._is_stopping:
                 self.states.forget(keeps_ends=True)
                 self.states.flush()  # a DEFERRED that is stored later would stay over a final state
                 self.states.call_ended()  # acknowledges the messages whose end is stored
-                requests = [*self._coming_back, *(waiter.request for waiter in self.waiting())]
+                requests = [*self._returning, *(waiter.request for waiter in self.waiting())]
                 requests += self._dispatcher.unaccepted()
-                deferred = (one for one in requests if getattr(one, "is_deferred_here", False))
+                deferred = (
+                    request for request in requests if getattr(request, "is_deferred_here", False)
+                )
                 all(request.publish_again() for request in deferred)
         finally:
             self._forget()
@@ -185,7 +187,7 @@ class WaitingRoom(bootsteps.StartStopStep):
             self.inbox.close()
         self._redlock = None
         rooms.pop(parent, None)  # the room refers to the consumer, which would stay for ever
-        if not any(rooms_of(parent.app)):
+        if not has_room(parent.app):
             leave_redlock(parent.app)
 
     def admit(self, request: Any, deferral: Deferral) -> None:
@@ -195,11 +197,11 @@ class WaitingRoom(bootsteps.StartStopStep):
         waiter = self._waiter_of(request, deferral)
         since_refusal = max(0.0, time_of_nodes(self._consumer.app) - deferral.at)
         with self._queues.mutex:
-            has_missed = not deferral.is_taken and self._quorum_history.claim(
-                request.id, now - since_refusal - CLOCKS_DIFFER
+            missed_quorum = not deferral.is_taken and self._quorum_history.claim(
+                request.id, now - since_refusal - CLOCK_TOLERANCE
             )
         self._dispatcher.add(waiter)
-        if has_missed and waiter.eta >= now + self._times.imminent:
+        if missed_quorum and waiter.eta >= now + self._times.imminent:
             self._loop.call_soon(self._dispatcher.dispatch, waiter)
         inbox.listen()
 
@@ -207,17 +209,17 @@ class WaitingRoom(bootsteps.StartStopStep):
         """Let a message wait that a run of this worker was refused; in any thread."""
         if request.hostname != self._consumer.hostname:
             return  # of another worker of the app in this process
-        if self._end_sweeps is None:
+        if self._stop_sweeps is None:
             if self._is_stopping:
                 request.publish_again()
             return
         # else its connection was lost, and the broker delivers it again
         if request.message.channel is self._consumer.task_consumer.channel:
-            self._coming_back[request] = deferral
+            self._returning[request] = deferral
             self._loop.call_soon(self._take_back, request)
 
     def _take_back(self, request: Any) -> None:
-        deferral = self._coming_back.pop(request, None)
+        deferral = self._returning.pop(request, None)
         if deferral is not None:  # else the room was closed meanwhile
             self._dispatcher.schedule(request, deferral.countdown)
             try:
@@ -230,13 +232,16 @@ class WaitingRoom(bootsteps.StartStopStep):
         with self._queues.mutex:
             return sorted(self._queues.all())
 
-    def dispatch_soon(self, chosen: Callable[[Any], bool]) -> None:
-        """Give chosen requests to Celery, which ends those that are not to run; in any thread."""
-        self._loop.call_soon(self._dispatch, chosen)
+    def dispatch_soon(self, is_chosen: Callable[[Any], bool]) -> None:
+        """Give requests to Celery, which ends those that must not run; in any thread.
 
-    def _dispatch(self, chosen: Callable[[Any], bool]) -> None:
+        is_chosen: returns whether a request is one of them.
+        """
+        self._loop.call_soon(self._dispatch, is_chosen)
+
+    def _dispatch(self, is_chosen: Callable[[Any], bool]) -> None:
         for waiter in self.waiting():
-            if chosen(waiter.request):
+            if is_chosen(waiter.request):
                 self._dispatcher.dispatch(waiter)
 
     def note_refusal(self, deferral: Deferral) -> None:
@@ -253,14 +258,15 @@ class WaitingRoom(bootsteps.StartStopStep):
             return True
         return self._dispatcher.has_slots or self._buckets.bucket_of(task_name) is not None
 
-    def refusal_of(self, request: Any, asked: Sequence[QueueKey]) -> LockTaken | None:
+    def refusal_of(self, request: Any, wanted_keys: Sequence[QueueKey]) -> LockTaken | None:
         """Return the refusal that a new message may take for its own; None: it tries.
 
         That is if another message waits here for the same lock, runs here, or was refused just now.
         Of a task with a rate limit one message of each lock waits for its rate, and the others for
-        that one. asked: its locks and rates, in the order in which it asks for them.
+        that one. wanted_keys: of its locks and rates, in the order in which it
+        acquires them.
         """
-        queues = [self._queue_of(one, request.task.name) for one in asked]
+        queues = [self._queue_of(queue_key, request.task.name) for queue_key in wanted_keys]
         for queue in queues:
             run = self._dispatcher.run_of(queue.name) if queue.limit == 1 else None
             if run is not None and run.id == request.id:
@@ -292,14 +298,14 @@ class WaitingRoom(bootsteps.StartStopStep):
             queue = self._queue_of(queue, request.task.name)
         # a message whose run was refused has been unacknowledged since it came; random, as all at
         # once would be a herd
-        received = min(now, seen_of(properties).get("received", now))
-        cap = settings_of(app).countdown_cap * random.uniform(0.5, 1.0)  # noqa: S311
+        received_at = min(now, seen_of(properties).get("received", now))
+        patience = settings_of(app).countdown_cap * random.uniform(0.5, 1.0)  # noqa: S311
         return WaitingMessage(
             request,
             since=deferral.since,
             queue=queue,
             eta=now + max(0.0, (request.eta - utc_now()).total_seconds()),
-            deadline=received + cap,
+            deadline=received_at + patience,
             waits_for_release=deferral.waits_for_release and request.expires is None,
             came_at=now,
             priority=priority_order(properties.get("priority"), driver_of(app)),
@@ -311,7 +317,7 @@ class WaitingRoom(bootsteps.StartStopStep):
                 self.inbox.close()
             self._redlock = redlock_of(self._consumer.app)  # kept: an app may leave its own
             session = self._redlock.session
-            self._votes = votes_channel(session.options.prefix)
+            self._votes_channel = votes_channel(session.options.prefix)
             self._quorum = session.nodes.quorum
             host = str(getattr(self._consumer, "hostname", ""))
             on_vote = functools.partial(self._loop.call_soon, self._on_vote)
@@ -321,7 +327,7 @@ class WaitingRoom(bootsteps.StartStopStep):
 
     def _channels(self) -> set[str]:
         """Return the channels to hear beside the inbox; called by any thread."""
-        return {self._votes} if WITHOUT_QUORUM in self._queues.resources() else set()
+        return {self._votes_channel} if WITHOUT_QUORUM in self._queues.resources() else set()
 
     # in the event loop
 
@@ -333,22 +339,24 @@ class WaitingRoom(bootsteps.StartStopStep):
         """
         now = self._clock.now()
         if message:
-            is_late = now - self._trusted_at.get(node, -math.inf) > self._times.refresh_after
-            if message == self._trusted or not is_late:
+            counts_again = (
+                now - self._trusted_at_by_node.get(node, -math.inf) > self._times.refresh_after
+            )
+            if message == self._trust_message or not counts_again:
                 return
-            self._trusted = message
-            self._trusted_at[node] = now
-        elif self.inbox is None or self.inbox.subscriptions(self._votes) < self._quorum:
+            self._trust_message = message
+            self._trusted_at_by_node[node] = now
+        elif self.inbox is None or self.inbox.subscriptions(self._votes_channel) < self._quorum:
             return
         with self._queues.mutex:
             waiters = self._queues.on(WITHOUT_QUORUM)
-            self._quorum_history.record(now, {w.request.id for w in waiters})
+            self._quorum_history.record(now, {waiter.request.id for waiter in waiters})
         for waiter in waiters:  # if nothing was announced, not those that try soon anyway
             if message or waiter.eta >= now + self._times.imminent:
                 self._dispatcher.dispatch(waiter)
 
     def _sweep(self) -> None:
-        """Forget what nobody waits for any more, and dispatch expired and revoked messages."""
+        """Forget resources without waiters, and dispatch expired and revoked messages."""
         if self.inbox is not None:
             self._connect().listen()  # a subscriber that ended just as its channel was wanted again
         with self._queues.mutex:
@@ -387,7 +395,7 @@ rooms: weakref.WeakKeyDictionary[Any, WaitingRoom] = weakref.WeakKeyDictionary()
 
 
 def waiters_of(consumer: Any) -> list[WaitingMessage]:
-    """Return who waits in the worker of a consumer, in order."""
+    """Return the messages that wait in the worker of a consumer, in order."""
     room = rooms.get(consumer)
     return [] if room is None else room.waiting()
 
@@ -399,6 +407,15 @@ def rooms_of(app: Any) -> Iterator[WaitingRoom]:
             yield room
 
 
+def has_room(app: Any) -> bool:
+    """Return whether a worker of an app has a room in this process."""
+    for reference in rooms.keyrefs():  # at each message: `items` costs ten calls more
+        consumer = reference()
+        if consumer is not None and consumer.app is app:
+            return True
+    return False
+
+
 def admit_received(sender: Any = None, request: Any = None, **_: Any) -> None:
     """Let a message that was refused a lock wait in the room; in the worker's main process."""
     room = None if request.eta is None else rooms.get(sender)
@@ -407,21 +424,22 @@ def admit_received(sender: Any = None, request: Any = None, **_: Any) -> None:
     deferral = header_of(request._context).deferral
     if not deferral.at:
         return
-    came_back = (request.delivery_info or {}).get("exchange") == CAME_BACK
+    was_delayed_by_broker = (request.delivery_info or {}).get("exchange") == DELAYED_EXCHANGE
     try:
-        left = 0.0
-        if not came_back:
-            left = deferral.left(time_of_nodes(sender.app))
-        if left <= 0 and not came_back and deferral.waits_for_release:
-            # its queue takes longer than the countdown, and at each turn of the queue it would only
-            # be refused again
-            left = deferral.countdown
+        countdown = 0.0
+        if not was_delayed_by_broker:
+            remaining = deferral.remaining(time_of_nodes(sender.app))
+            # if its queue takes longer than the countdown, it would be refused again and again
+            restarts = remaining <= 0 and deferral.waits_for_release
+            countdown = deferral.countdown if restarts else remaining
         # whatever the clock of its sender says. celery.worker.strategy reads this after the signal
-        left = min(max(0.0, left), settings_of(sender.app).countdown_cap)
-        request._eta = utc_now() + timedelta(seconds=left)
-        # one that is due is run by Celery now; from here it would run once more
-        if deferral.resources and not came_back and request.eta > utc_now():
+        countdown = min(max(0.0, countdown), settings_of(sender.app).countdown_cap)
+        request._eta = utc_now() + timedelta(seconds=countdown)
+        # Celery runs a message that is due by itself; from the room it would run once more
+        if deferral.resources and not was_delayed_by_broker and request.eta > utc_now():
             room.admit(request, deferral)
+            # 1.5 KB for as long as it waits; Celery makes it anew if it is asked for
+            request.__dict__.pop("_context", None)
     except RedlockError as error:
         extra = {"event": "not_woken", "task": request.name, "task_id": request.id}
         text = "%s[%s] is not woken: %s"

@@ -21,8 +21,8 @@ from typing import Any
 from celery_redlock.lock.engine.inbox import Inbox
 from celery_redlock.lock.model.handoff import (
     FALLBACK,
-    LONGEST_UNCLEAR,
     LOOK,
+    MAX_UNCLEAR_PAUSE,
     TURN,
     AskAgain,
     Place,
@@ -47,7 +47,7 @@ from celery_redlock.tasks.waiting.queues import (
     WaitingTimes,
 )
 
-NAMED_AT_MOST = 3  # workers, by one release: as in lua/announce.lua
+MAX_NAMED = 3  # workers, by one release: as in lua/announce.lua
 
 
 class Successor:
@@ -76,9 +76,9 @@ class Successor:
         self._dispatcher = dispatcher
         # by resource: when its turn comes, in monotonic seconds, the step, and the timer's entry
         self._turns: dict[str, tuple[float, Step, Any]] = {}
-        self._refreshed_at = self._looked_at = self._clock.now()
+        self._refreshed_at = self._last_look = self._clock.now()
         # by rate: until when, in monotonic seconds, its heads do not try, and for how long that is
-        self._unclear: dict[QueueKey, tuple[float, float]] = {}
+        self._unclear_rates: dict[QueueKey, tuple[float, float]] = {}
         self._opened_at = -math.inf  # when the inbox opened on a node, and all heads asked
 
     def forget(self) -> None:
@@ -87,15 +87,15 @@ class Successor:
             self.inbox.leave()
         for resource in list(self._turns):
             self._cancel_turn(resource)
-        self._unclear.clear()
+        self._unclear_rates.clear()
 
     def note_unclear(self, queue: QueueKey) -> None:
-        """Let the heads of a rate wait a while, in any thread: no quorum shares a free permit."""
+        """Let the heads of a rate wait, as no quorum agrees on a free permit; in any thread."""
         now = self._clock.now()
-        until, pause = self._unclear.get(queue, (-math.inf, 0.0))
+        until, pause = self._unclear_rates.get(queue, (-math.inf, 0.0))
         if now >= until:
-            pause = unclear_pause(pause if now < until + LONGEST_UNCLEAR else 0.0)
-            self._unclear[queue] = now + pause, pause
+            pause = unclear_pause(pause if now < until + MAX_UNCLEAR_PAUSE else 0.0)
+            self._unclear_rates[queue] = now + pause, pause
 
     # as a `Line`, in any thread
 
@@ -172,7 +172,7 @@ class Successor:
         self.ask(waiter, Step(FALLBACK))
 
     def ask(self, head: WaitingMessage, step: Step) -> None:
-        """Register a head, and ask the nodes how it stands."""
+        """Register a head, and ask the nodes for its place."""
         if self._buckets.awaits_rate(head.queue):
             return
         if self.inbox is None:
@@ -181,16 +181,16 @@ class Successor:
         report = functools.partial(self._loop.call_soon, self._on_place, head, step)
         self.inbox.ask(head.queue.name, head.queue.limit, step.passed, report)
 
-    def _on_place(self, asker: WaitingMessage, step: Step, place: Place | None) -> None:
+    def _on_place(self, waiter: WaitingMessage, step: Step, place: Place | None) -> None:
         """Dispatch a head if its lock is free and it is its turn, else let it wait on."""
         with self._queues.mutex:  # an earlier message may have come since the question
-            is_here = self._queues.of(asker.request) is asker
-            head = self._queues.head(asker.queue) if is_here else None
+            is_waiting = self._queues.of(waiter.request) is waiter
+            head = self._queues.head(waiter.queue) if is_waiting else None
         if head is None:
             return
-        is_over = head.eta <= self._clock.now() or head.is_postponed
+        is_due = head.eta <= self._clock.now() or head.is_postponed
         if place is None:
-            if is_over:
+            if is_due:
                 self._dispatch(head, step)  # the run finds out that there is no quorum
             return
         move = next_move(place, step)
@@ -198,16 +198,16 @@ class Successor:
             self._ask_after(move.seconds, head.queue.name, move.step)
         elif isinstance(move, WaitFree):
             # a head that is far from its turn needs no look at its ETA, which is soon
-            is_far = place.rank >= NAMED_AT_MOST or isinstance(head.queue.limit, Rate)
-            if head.waits_for_release and (is_over or is_far):  # else it tries at its ETA
+            is_far = place.rank >= MAX_NAMED or isinstance(head.queue.limit, Rate)
+            if head.waits_for_release and (is_due or is_far):  # else it tries at its ETA
                 self._wait_on(head, place)
         elif head.queue.limit == 1 or not self._postpone_for_pool(head, place):
             self._dispatch(head, step, more=place.free - place.rank > 1)
 
     def _postpone_for_pool(self, head: WaitingMessage, place: Place) -> bool:
-        """Let a head wait on that would wait in the pool; return whether it does.
+        """Postpone a head that would wait in the pool; return whether it is postponed.
 
-        The permits that are free are for those before it, and for what the pool has not begun.
+        The free permits are for the heads before it, and for messages that the pool has not begun.
         """
         unbegun = self._dispatcher.unbegun(head.queue)
         if not unbegun or unbegun + place.rank < place.free:
@@ -219,11 +219,11 @@ class Successor:
     def _wait_on(self, head: WaitingMessage, place: Place) -> None:
         """Let a head wait until the holder's lease ends, or for its next look."""
         if isinstance(head.queue.limit, Rate):  # a start that is given back is announced
-            spread = random.uniform(0.0, self._times.after_start)  # noqa: S311
-            self._dispatcher.postpone(head, min(place.free_in + spread, self._times.longest_pause))
+            delay = random.uniform(0.0, self._times.after_start)  # noqa: S311
+            self._dispatcher.postpone(head, min(place.free_in + delay, self._times.longest_pause))
             return
         # the more workers are before it, the longer: they look as well
-        pause = min(head.pause * (1 + place.rank // NAMED_AT_MOST), self._times.longest_pause)
+        pause = min(head.pause * (1 + place.rank // MAX_NAMED), self._times.longest_pause)
         pause *= random.uniform(0.5, 1.0)  # noqa: S311
         after_lease = place.free_in + random.uniform(0.0, self._times.after_lease)  # noqa: S311
         head.pause = min(2 * head.pause, self._times.longest_pause)
@@ -250,11 +250,11 @@ class Successor:
             self._ask_next(head, had_succeeded=had_succeeded, more=more)
 
     def _pause_before(self, head: WaitingMessage, step: Step) -> float | None:
-        """Return for how long a head waits on, as it would be refused now; None: it tries."""
+        """Return the seconds for which a head waits, if it would be refused now; None: it tries."""
         if not head.waits_for_release:
             return None
         now = self._clock.now()
-        unclear_until, _ = self._unclear.get(head.queue._replace(task=""), (-math.inf, 0.0))
+        unclear_until, _ = self._unclear_rates.get(head.queue._replace(task=""), (-math.inf, 0.0))
         if unclear_until > now:
             return unclear_until - now
         if head.queue.limit != 1 or step.named_at is not None:
@@ -298,7 +298,7 @@ class Successor:
     # the registrations
 
     def on_head(self, resource: str, first: WaitingMessage | None = None) -> None:
-        """Let the nodes know since when the head of a resource waits; ask for the first one."""
+        """Register since when the head of a resource waits; ask for the place of the first one."""
         if self.inbox is None or resource == WITHOUT_QUORUM:
             return
         if first is not None and self.inbox.is_listening:  # else `look_again` asks, as it opens
@@ -310,8 +310,8 @@ class Successor:
         """Ask for each head now and then: registrations expire, and a release may be missed."""
         now = self._clock.now()
         # by the loop, or as the process was stopped: others have passed this worker by
-        was_blocked = now - self._looked_at > 2 * self._times.sweep_interval
-        self._looked_at = now
+        was_blocked = now - self._last_look > 2 * self._times.sweep_interval
+        self._last_look = now
         if was_blocked or now - self._refreshed_at > self._times.refresh_after:
             self.look_again(FALLBACK, of_rates=was_blocked)
 
@@ -324,6 +324,6 @@ class Successor:
         self._refreshed_at = self._clock.now()
         for name in self.resources():
             for head in self._dispatcher.heads_to_run(name):
-                looks = head.waits_for_release and isinstance(head.queue.limit, Rate)
-                if of_rates or not looks:
+                checks_itself = head.waits_for_release and isinstance(head.queue.limit, Rate)
+                if of_rates or not checks_itself:
                     self.ask(head, Step(why))

@@ -1,7 +1,7 @@
 """The views of the app."""
 
 from celery.result import AsyncResult
-from celery_redlock import LockTaken, QuorumUnreachable
+from celery_redlock import DuplicateTask, LockTaken, QuorumUnreachable
 from flask import Blueprint
 
 from task_app import tasks, warehouse
@@ -13,6 +13,15 @@ bp = Blueprint("orders", __name__)
 def order(sku: str, pieces: int) -> tuple[dict[str, object], int]:
     """Send the task of an order."""
     return {"task": tasks.take.delay(sku, pieces).id}, 202
+
+
+@bp.post("/recounts/<sku>")
+def recount(sku: str) -> tuple[dict[str, object], int]:
+    """Send the task; a second click is answered by 409."""
+    try:
+        return {"task": tasks.recount.delay(sku).id}, 202
+    except DuplicateTask:
+        return {"error": f"{sku} is being counted"}, 409
 
 
 @bp.get("/tasks/<task_id>")

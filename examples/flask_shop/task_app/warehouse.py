@@ -8,6 +8,11 @@ def pick(sku: str, pieces: int) -> None:
     time.sleep(10)
 
 
+def count(sku: str) -> None:
+    """Count the pieces of a sku."""
+    time.sleep(10)
+
+
 def put_back(sku: str, pieces: int) -> None:
     """Put pieces of a sku back."""
     time.sleep(1)

@@ -5,7 +5,10 @@
 - `handoff`: who waits is known on the nodes, and a release names who is next
 - `beat`: a beat that holds a lock
 - `hold`: an operator's hold
+- `drill`: what a drill counts, and what it leaves
 - `unique`: the windows of sends that are unique, and what replaces a message
+- `fenced`: updates of rows by SQLAlchemy and Django with a fencing token
+- `admin`: who may see and use the page of Django's admin, and whose lock it breaks
 
 Faults of the rest are for tests of behaviour alone, and faults of the whole for the simulator's
 mutants, in tests/simulation/mutants.py.
@@ -13,9 +16,9 @@ mutants, in tests/simulation/mutants.py.
 
 from __future__ import annotations
 
-from tests.mutants.table import beat, handoff, hold, lock, rates, unique
+from tests.mutants.table import admin, beat, drill, fenced, handoff, hold, lock, rates, unique
 
 MUTANTS = (
     *lock.MUTANTS, *rates.MUTANTS, *handoff.MUTANTS, *unique.MUTANTS, *beat.MUTANTS,
-    *hold.MUTANTS,
+    *hold.MUTANTS, *drill.MUTANTS, *fenced.MUTANTS, *admin.MUTANTS,
 )  # fmt: skip

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import socket
+import sys
 from collections import deque
 from collections.abc import Iterator
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -183,3 +185,31 @@ def test_the_end_of_the_stream_is_told_from_nothing_to_read(
     server.socket.shutdown(socket.SHUT_WR)
     with pytest.raises(OSError, match="closed by the server"):
         connection.read()
+
+
+def test_a_read_within_a_read_leaves_its_bytes_alone(
+    pair: tuple[RedisConnection, ServerEnd],
+) -> None:
+    outer, server = pair
+    dialled, other_server = ends()
+    inner = RedisConnection(dialled, Peer("run"))
+    write(outer, echo("a", Kept()))
+    write(inner, echo("b", Kept()))
+    server.say(b"$5\r\nouter\r\n")
+    other_server.say(b"$5\r\ninner\r\n")
+
+    def read_other(frame: FrameType, event: str, arg: object) -> None:
+        """Read as a finalizer may: the bytes have come, and are not copied yet."""
+        if event == "return" and frame.f_code.co_name == "_checked":
+            sys.setprofile(None)
+            inner.read()
+
+    sys.setprofile(read_other)
+    try:
+        outer.read()
+    finally:
+        sys.setprofile(None)
+    assert replies(inner) == [b"inner"]
+    assert replies(outer) == [b"outer"]
+    inner.close(reset=True)
+    other_server.socket.close()

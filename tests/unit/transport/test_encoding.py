@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from celery_redlock.lock.transport.command import (
     INCOMPLETE,
-    MOST_BYTES,
-    MOST_ITEMS,
+    MAX_REPLY_BYTES,
+    MAX_REPLY_ITEMS,
     ReplyReader,
     encode_bulk,
 )
@@ -88,8 +88,8 @@ def test_a_size_below_none_is_refused(reply: bytes) -> None:
 
 def test_a_line_that_does_not_end_is_refused() -> None:
     with pytest.raises(OSError, match="does not end"):
-        read_all(ReplyReader(), [b"-" + b"x" * (MOST_BYTES // 2)] * 3)
+        read_all(ReplyReader(), [b"-" + b"x" * (MAX_REPLY_BYTES // 2)] * 3)
 
 
 def test_what_is_at_the_limit_passes() -> None:
-    ReplyReader().feed(b"*%d\r\n$%d\r\n" % (MOST_ITEMS, MOST_BYTES))
+    ReplyReader().feed(b"*%d\r\n$%d\r\n" % (MAX_REPLY_ITEMS, MAX_REPLY_BYTES))

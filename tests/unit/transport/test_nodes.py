@@ -19,7 +19,8 @@ from celery_redlock.lock.transport.command import (
     encode_command,
     read_number,
 )
-from celery_redlock.lock.transport.node import UNREAD_FOR
+from celery_redlock.lock.transport.node import UNREAD_LIMIT
+from celery_redlock.lock.transport.nodes import CONTENDED_AFTER, CONTENDED_FOR
 from tests.conftest import eventually
 from tests.unit.transport.ends import PATIENCE, Kept, Pairs, echo
 
@@ -42,6 +43,23 @@ def two() -> Iterator[Pairs]:
     made = Pairs(2, SHORT)
     yield made
     made.close()
+
+
+class Noting:
+    """A socket that notes its calls. way: whether they keep the GIL."""
+
+    def __init__(self, way: str, sock: Any, seen: list[str]) -> None:
+        self._way = way
+        self._socket = sock
+        self._seen = seen
+
+    def send(self, data: bytes) -> int:
+        self._seen.append(self._way)
+        return int(self._socket.send(data))
+
+    def recv(self, size: int) -> Any:
+        self._seen.append(f"{self._way} in a read")
+        return self._socket.recv(size)
 
 
 def settled(nodes: Pairs, handler: Kept, count: int = 1) -> None:
@@ -212,7 +230,7 @@ class TestReconnecting:
         handler, first, connection = Kept(), node.server(), node.all[0].connection
         assert connection is not None
         first.socket.close()
-        connection.opened_at = connection.used_at = connection.used_at - 2 * UNREAD_FOR
+        connection.opened_at = connection.used_at = connection.used_at - 2 * UNREAD_LIMIT
         node.send(echo("a", handler))
         second = eventually(lambda: node.addresses[0].servers[1:])[0]
         assert second.read_command() == [b"ECHO", b"a"]
@@ -272,6 +290,32 @@ class TestSeveralNodes:
         assert [handler.errors for handler in handlers] == [[(1, cause)], [(1, cause)]]
         two.addresses[1].servers[0].wait_closed()
         assert two.changes == [(1, cause)]
+
+    def test_after_a_broadcast_that_waited_for_the_gil_the_next_ones_keep_it(self) -> None:
+        nodes = Pairs(2)
+        seen: list[str] = []
+        for node in nodes.all:
+            connection: Any = node.connection
+            yielding, keeping = connection._sockets
+            connection._sockets = Noting("yields", yielding, seen), Noting("keeps", keeping, seen)
+
+        def broadcast(sent_at: float) -> list[str]:
+            seen.clear()
+            nodes.broadcast(echo("a", Kept()), sent_at)
+            return [way for way in seen if way in ("yields", "keeps")]
+
+        later = nodes.clock.now() + PATIENCE / 2  # as if no time passed in the next ones
+        assert broadcast(later) == ["yields"] * 2
+        assert broadcast(nodes.clock.now() - CONTENDED_AFTER) == ["yields"] * 2
+        assert broadcast(nodes.clock.now() - CONTENDED_AFTER) == ["keeps"] * 2
+        nodes.server(0).say(b":1\r\n")
+        question = Question([0], read_number)
+        nodes.wait(question, nodes.clock.now())
+        assert "yields in a read" not in seen
+        assert "keeps in a read" in seen
+        assert broadcast(later + CONTENDED_FOR) == ["yields"] * 2
+        assert broadcast(later + CONTENDED_FOR) == ["yields"] * 2
+        nodes.close()
 
     def test_each_node_is_written_its_own_batch(self) -> None:
         nodes, handler = Pairs(2), Kept()

@@ -14,8 +14,9 @@
 --          {0, pttl_ms, value, ms, view}  other clients have what is asked for; of these the lease that
 --                                ends first: pttl -1: never; the ms since 1970 by the node's clock
 --          {-1, pttl_ms}         the node lost its data and abstains; pttl: of its grace period
--- view: a character for each permit, '1' if another client has it, else '0'. With KEYS[4], each reply
--- has one more number at its end: as of lua/marker.lua.
+-- view: a character for each permit, '0' if no other client has it, else the first one of its token,
+-- '1' for '0': nodes on which rivals share a permit differ in it. With KEYS[4], each reply has one more
+-- number at its end: as of lua/marker.lua.
 local names, value = permits(KEYS[1], ARGV[3]), ARGV[1]
 local asked = tonumber(ARGV[5])
 note_server(KEYS[2], KEYS[3], ARGV[6], ARGV[7])
@@ -25,7 +26,10 @@ local values, view, ours, hold = redis.call('MGET', unpack(names)), {}, nil, nil
 local mark = string.byte('!')
 local yields = string.byte(value) ~= mark  -- a hold takes its permits beside other holds
 for i, current in ipairs(values) do
-  view[i] = current and current ~= value and '1' or '0'
+  view[i] = '0'
+  if current and current ~= value then
+    view[i] = string.match(current, '^!?([1-9a-z])') or '1'
+  end
   if yields and current and string.byte(current) == mark then
     hold = hold or i - 1
   end

@@ -12,10 +12,10 @@ local function note_server(run, quiet, server, ms)
   redis.call('SET', run, server)
 end
 
--- 0 without a completion marker; below 0 if a later send has superseded the run; else how many ms ago
--- the run has ended, 1 at least
+-- 0 without a completion marker; below 0 if a later send, whose id follows, has superseded the run; else
+-- how many ms ago the run has ended, 1 at least
 local function ended_for(marker)
-  local kept = tonumber(redis.call('GET', marker) or 0) or 0
+  local kept = tonumber(string.match(redis.call('GET', marker) or '', '^%-?%d+') or 0)
   return kept > 0 and math.max(1, kept - redis.call('PTTL', marker)) or kept
 end
 

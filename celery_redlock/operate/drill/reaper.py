@@ -21,12 +21,12 @@ _mutex = threading.Lock()
 _reapers: dict[int, subprocess.Popen[bytes]] = {}  # by pid: a forked child starts its own
 
 
-def watch(group: int) -> None:
+def watch_group(group: int) -> None:
     """Let a process group be killed when this process ends. group: the pid of its leader."""
     _send(b"+%d\n" % group)
 
 
-def forget(group: int) -> None:
+def forget_group(group: int) -> None:
     """Do not kill a process group that has ended: the system may reuse its number."""
     _send(b"-%d\n" % group)
 
@@ -51,7 +51,7 @@ def _stop() -> None:
 
 
 def reap(lines: Iterable[str]) -> None:
-    """Read the lines of `watch` and `forget` until the end, then kill the remaining groups."""
+    """Read the lines of both until the end, then kill the remaining groups."""
     groups: set[int] = set()
     for line in lines:
         change = groups.add if line[0] == "+" else groups.discard

@@ -1,6 +1,6 @@
-"""The locked task of Django projects: it can be sent once the transaction is committed.
+"""`LockedDjangoTask`: it can be sent once the transaction is committed.
 
-Django is imported here alone. Not here: what a send does (`tasks/task.py`).
+Not here: what a send does (`tasks/task.py`).
 """
 
 from __future__ import annotations
@@ -22,10 +22,9 @@ __all__ = ["LockedDjangoTask"]
 class LockedDjangoTask(LockedTask, DjangoTask):
     """A locked task with Celery's `delay_on_commit` and `apply_async_on_commit` for Django.
 
-    `@shared_task(base=LockedDjangoTask, lock_key="stock:{sku}")`. Both send at the end of the
-    database transaction, and not at all if it is rolled back. A deduplicated send is compared with
-    earlier ones at that time, too, and makes its claim then. Outside of a transaction they send at
-    once. They return None.
+    `@shared_task(base=LockedDjangoTask, lock_key="stock:{sku}")`. Both methods send when the
+    database transaction is committed, and not at all if it is rolled back. Deduplication and its
+    claim happen at that time, too. Outside a transaction they send at once. They return None.
     """
 
     abstract = True

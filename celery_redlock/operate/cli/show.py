@@ -1,0 +1,276 @@
+"""The command `show`: the state of one resource, or of one task by its id.
+
+`views.py` reads locks and waiting messages; the result backend is queried here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+import click
+from celery.states import PENDING, READY_STATES
+
+from celery_redlock import anchors
+from celery_redlock.lock.client import Redlock
+from celery_redlock.lock.node_status import in_iso
+from celery_redlock.lock.platform.clock import SystemClock
+from celery_redlock.lock.reports import LockList, LockReport
+from celery_redlock.operate.cli import views
+from celery_redlock.operate.cli.group import (
+    Table,
+    as_data,
+    format_duration,
+    non_empty,
+    print_all,
+    redlock,
+    within_deadline,
+)
+from celery_redlock.operate.cli.listing import Listing, list_command
+from celery_redlock.operate.cli.views import WaitersView
+from celery_redlock.tasks.per_app import redlock_of
+from celery_redlock.tasks.reporting import DEFERRED, DisabledBackend
+
+NO_BACKEND = "Without a result backend the state of a task that has ended is not known."
+PENDING_TASK = "A task with this id may be queued, lost with its worker, or not exist."
+WHOLE_ID_HINT = "Give the whole id of a task that is queued or has ended."
+_ID = re.compile(r"[0-9a-f]{8}[0-9a-f-]*")
+TASK_ID_LENGTH = 36  # characters of Celery's ids
+
+
+@dataclass(frozen=True)
+class TaskView:
+    """One task. state: from the result backend if it has one.
+
+    resources: that it holds or waits for. holder: of what it waits for. reason: why it
+    waits, or since when a holder has not renewed. next_try: ISO 8601.
+    """
+
+    task_id: str
+    task: str
+    state: str
+    resources: Sequence[str] = ()
+    holds: bool = False
+    holder: str = ""
+    reason: str = ""
+    next_try: str | None = None
+
+    @classmethod
+    def find(
+        cls, app: Any, task_id: str, lock_list: LockList, waiters: WaitersView
+    ) -> TaskView | None:
+        """Return what nodes, workers and result backend know of a task; None if that is nothing."""
+        state, info = _stored_state(app, task_id)
+        held = [lock for lock in lock_list.locks if lock.holder.task_id == task_id]
+        if held:
+            return cls._of_holder(app, task_id, state, held, waiters)
+        row = next(iter(waiters.for_task(task_id).waiting), None)
+        if row is not None:  # its worker knows more than the backend
+            return cls._of_waiting(row, task_id, lock_list)
+        stranded = waiters.stranded
+        nowhere = ("", "")
+        name, place = nowhere if state in READY_STATES else stranded.place_of(app, task_id)
+        if state == DEFERRED:
+            reason = place or _redelivery_of(stranded.visibility)
+            return cls._of_deferred(info, task_id, name, reason, lock_list)
+        if not (state or place):
+            return None
+        return cls(task_id, name, state or PENDING, reason=place)
+
+    @classmethod
+    def _of_holder(
+        cls, app: Any, task_id: str, state: str, locks: Sequence[LockReport], waiters: WaitersView
+    ) -> TaskView:
+        """Return the view of a task that holds locks. state: "" if no backend knows it."""
+        resources = tuple(dict.fromkeys(lock.resource for lock in locks))
+        late = next(filter(None, map(_late, locks)), "")
+        if late:
+            _, place = waiters.stranded.place_of(app, task_id)
+            late = f"{late}; {place}" if place else late
+        is_stale = state in ("", DEFERRED)  # the backend has the state before this run
+        shown_state = "STARTED" if is_stale else state
+        return cls(task_id, locks[0].holder.task, shown_state, resources, holds=True, reason=late)
+
+    @classmethod
+    def _of_waiting(cls, row: Mapping[str, Any], task_id: str, lock_list: LockList) -> TaskView:
+        """Return the view of a task whose message waits in a worker. row: of `WaitersView`."""
+        resources = tuple(row["resources"])
+        return cls(
+            task_id,
+            row["task"],
+            DEFERRED,
+            resources,
+            holder=_holders_of(resources, lock_list),
+            reason=row["reason"],
+            next_try=in_iso(SystemClock().wall_us() / 1e6 + row["tries_in"]),
+        )
+
+    @classmethod
+    def _of_deferred(
+        cls, info: Mapping[str, Any], task_id: str, name: str, reason: str, lock_list: LockList
+    ) -> TaskView:
+        """Return the view of a deferred task that no worker reports. info: of its last deferral."""
+        resource = str(info.get("resource", ""))
+        next_try = str(info.get("next_try") or "")
+        is_past = next_try < str(in_iso(SystemClock().wall_us() / 1e6))  # its worker has died
+        return cls(
+            task_id,
+            name,
+            DEFERRED,
+            (resource,),
+            holder=_holders_of([resource], lock_list),
+            reason=reason,
+            next_try=None if is_past else next_try,
+        )
+
+    def table(self) -> Table:
+        """Return a table of one row, a fact a line."""
+        name = self.task and f"{self.task}[{self.task_id}]"
+        why = self.reason
+        why = anchors.see(why, anchors.NO_QUORUM) if why.startswith("no quorum") else why
+        facts = {
+            "TASK": name or self.task_id,
+            "STATE": self.state,
+            "HOLDS" if self.holds else "WAITS FOR": ", ".join(self.resources),
+            "HELD BY": self.holder,
+            "RENEWED" if self.holds else "WHY": why,
+            "NEXT TRY": _moment(self.next_try) if self.next_try else "",
+        }
+        present = {head: fact for head, fact in facts.items() if fact}
+        return Table(tuple(present), [tuple(present.values())], "", expanded=True)
+
+
+@redlock.command()
+@click.argument("name", callback=non_empty, metavar="RESOURCE|TASK_ID")
+@list_command
+def show(app: Any, name: str) -> Listing:
+    """Show who holds a resource and who waits, or where a task stands.
+
+    The first 8 characters of a task id are enough, if it holds, waits or has a claim.
+    The exit status is 2 if too few nodes answer for that to be known, or no worker.
+    """
+    client = redlock_of(app)
+    lock_list = client.locks()
+    waiters = WaitersView.ask(app)
+    locks = lock_list.of([name])
+    waiting = waiters.for_resource(name)
+    registered = waiting.registered
+    is_resource = bool(locks.locks or locks.rates or waiting.waiting or registered.processes)
+    if not is_resource:
+        if views.may_begin_id(name):  # else no key of a claim is read
+            name = views.whole_id(name, _known_task_ids(client, lock_list, waiters))
+        task = TaskView.find(app, name, lock_list, waiters)
+        if task is not None:
+            return _task_listing(name, task, lock_list, waiters)
+    if is_resource or not lock_list.is_known:
+        parts = _resource_parts(name, lock_list, waiting)
+    else:
+        parts = [*nothing_found(app, name, waiters.is_known)]
+    data = {"resource": name, "task": None, **as_data(locks), "waiters": waiting.data()}
+    return Listing(
+        data, [*parts, *waiting.notes()], lock_list, registered.failing, waiters.is_known
+    )
+
+
+def _known_task_ids(client: Redlock, lock_list: LockList, waiters: WaitersView) -> list[str]:
+    """Return the ids of the tasks that hold a lock, wait or have a claim."""
+    ids = [lock.holder.task_id for lock in lock_list.locks]
+    ids += [row["task_id"] for row in waiters.waiting]
+    return ids + [claim.task_id for claim in client.claims().claims]
+
+
+def _task_listing(
+    task_id: str, task: TaskView, lock_list: LockList, waiters: WaitersView
+) -> Listing:
+    """Return what `show` prints of a task: its row, and the locks and rates of its resources."""
+    locks = lock_list.of(task.resources)
+    waiting = waiters.for_task(task_id)
+    data = {
+        "resource": task_id,
+        "task": as_data(task),
+        **as_data(locks),
+        "waiters": waiting.data(),
+    }
+    return Listing(data, [task.table(), *views.used_tables(locks)], lock_list)
+
+
+def _resource_parts(name: str, lock_list: LockList, waiting: WaitersView) -> list[str | Table]:
+    """Return what `show` prints of a resource: its locks, rates, votes and waiting messages."""
+    locks = lock_list.of([name])
+    parts: list[str | Table] = []
+    if not locks.locks:
+        is_known = lock_list.is_known
+        parts.append(f"No lock is held on {name}." if is_known else views.LOCKS_UNKNOWN)
+    parts += views.used_tables(locks)
+    if locks.locks:
+        parts.append(views.vote_table(lock_list, locks.locks))
+    return [*parts, *waiting.tables(name)]
+
+
+def nothing_found(app: Any, name: str, is_known: bool) -> list[str]:
+    """Return lines for a name that is neither a known resource nor a known task.
+
+    is_known: whether a task that waits would be known.
+    """
+    hint = NO_BACKEND if isinstance(app.backend, DisabledBackend) else PENDING_TASK
+    if not _ID.fullmatch(name):
+        return [f"No lock is held on {name}.", hint]
+    waits = " or waits" if is_known else ""
+    text = f"No task with the id {name} holds a lock{waits}."
+    return [text, hint if len(name) >= TASK_ID_LENGTH else WHOLE_ID_HINT]
+
+
+def _redelivery_of(visibility: float | None) -> str:
+    """Return when the broker delivers a message again. visibility: its timeout; None for none."""
+    within = "" if visibility is None else f", within its visibility_timeout of {visibility:g} s"
+    return f"no worker that answers has its message: the broker delivers it again{within}"
+
+
+def _stored_state(app: Any, task_id: str) -> tuple[str, dict[str, Any]]:
+    """Return a task's state and info from its result backend; "" and {} if it has none."""
+
+    def ask() -> Mapping[str, Any] | None:
+        backend = app.backend
+        off = isinstance(backend, DisabledBackend)
+        return None if off else backend.get_task_meta(task_id, cache=False)
+
+    meta, cause = within_deadline(ask)
+    if cause:
+        print_all(f"the result backend cannot be queried: {cause}", err=True)
+    if meta is None:
+        return "", {}
+    state = str(meta["status"])
+    info = meta.get("result")
+    return "" if state == PENDING else state, info if isinstance(info, dict) else {}
+
+
+def _holders_of(resources: Sequence[str], lock_list: LockList) -> str:
+    locks = [lock for lock in lock_list.locks if lock.held and lock.resource in resources]
+    return ", ".join(dict.fromkeys(map(_holder_of, locks)))
+
+
+def _holder_of(lock: LockReport) -> str:
+    """Return the holder; of one that may have died, also when the lock expires."""
+    late = _late(lock)
+    return f"{lock.holder}, {late}" if late else str(lock.holder)
+
+
+def _late(lock: LockReport) -> str:
+    """Return since when a lock was not renewed, and what that may mean; "" if it is not late."""
+    if not (lock.held and lock.is_late):
+        return ""
+    age = format_duration(lock.since_renewal or 0.0)
+    remaining = format_duration(lock.valid_for)
+    holder_kind = "worker" if lock.holder.worker else "process"
+    return f"not renewed for {age}: its {holder_kind} may be dead; expires in {remaining}"
+
+
+def _moment(text: str) -> str:
+    """Return a moment in ISO 8601 as people read it: in how long, and when."""
+    at = datetime.fromisoformat(text).astimezone(UTC)
+    remaining = max(0.0, at.timestamp() - SystemClock().wall_us() / 1e6)
+    day = f"{at:%Y-%m-%d} " if remaining >= 86400 else ""
+    return f"in {format_duration(remaining)} ({day}{at:%H:%M:%S} UTC)"
