@@ -14,6 +14,7 @@ BROWSER = "a headless browser that does not answer is no fault of a page"
 MAY_RUN_AGAIN = {
     "tests/test_site.py": BROWSER,
     "tests/integration/test_flower.py": BROWSER,
+    "tests/integration/test_django_admin_pages.py": BROWSER,
 }
 TWICE = 2  # more runs of a test that failed
 PAUSE = 3  # s before each
