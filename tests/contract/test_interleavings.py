@@ -38,20 +38,25 @@ from tests.conftest import (
 from tests.contract.conftest import MAJORITY
 from tests.contract.renewals import hurry
 
+MOST_OPEN = 2000  # commands without a reply or an error
+
 
 class Echo:
     """Expects to be answered with its own number."""
 
     wanted = True
 
-    def __init__(self, number: int, seen: list[tuple[int, Any]]) -> None:
-        self.number, self._seen = number, seen
+    def __init__(
+        self, number: int, seen: list[tuple[int, Any]], lost: list[int] | None = None
+    ) -> None:
+        self.number, self._seen, self._lost = number, seen, [] if lost is None else lost
 
     def on_reply(self, node: int, sent: float, reply: Any, run_id: str) -> None:
         self._seen.append((self.number, reply))
 
     def on_error(self, node: int, command: Command, error: Exception) -> None:
-        """Leave it at that: a connection broke."""
+        """Note it: a connection broke."""
+        self._lost.append(self.number)
 
 
 @pytest.fixture
@@ -64,11 +69,18 @@ def restless_threads() -> Iterator[None]:
 
 
 def echoes(count: int, seen: list[tuple[int, Any]]) -> Iterator[list[Command]]:
-    """Give batches of commands without end, each with a number of its own."""
+    """Give batches of commands, each with a number of its own, and none while too many are open.
+
+    Without that bound a writer that is faster than its server would fill the memory.
+    """
+    lost = list[int]()
     for first in itertools.count(0, count):
+        while first - len(seen) - len(lost) > MOST_OPEN:
+            yield []
         numbers = range(first, first + count)
         yield [
-            Command(b"*2\r\n$4\r\nECHO\r\n" + encode_text(str(n)), Echo(n, seen)) for n in numbers
+            Command(b"*2\r\n$4\r\nECHO\r\n" + encode_text(str(n)), Echo(n, seen, lost))
+            for n in numbers
         ]
 
 
@@ -106,7 +118,8 @@ def test_answers_stay_with_their_commands_while_connections_break(nodes: Nodes) 
 
         def write() -> None:
             now = session.clock.now()
-            node.send([(command, now, command.request) for command in next(batches)])
+            if batch := next(batches):
+                node.send([(command, now, command.request) for command in batch])
             time.sleep(0.0005)
 
         def break_off() -> None:
