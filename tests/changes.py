@@ -15,6 +15,7 @@ STORES = (
     "celery_redlock/sqlalchemy.py", "tests/contract/test_fenced",
     "tests/postgres", "tests/contract/test_postgres", "tests/contract/test_confirm_in.py",
     "tests/integration/test_postgres_setup.py", "tests/integration/test_move_to_postgresql.py",
+    "tests/contract/test_advisory_locks.py",
 )  # fmt: skip
 
 

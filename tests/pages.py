@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")),
@@ -12,6 +14,7 @@ PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")),
 SITE = ("-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html", "-c", "docs")  # builds it
 _BLOCK = re.compile(r"^```(?P<language>\w+)\n(?P<code>.*?)^```$", re.DOTALL | re.MULTILINE)
 _REAL = re.compile(r"redis://(?P<host>[a-z]\w*)")
+T = TypeVar("T", bound=Callable[..., object])
 
 
 @dataclass(frozen=True)
@@ -44,3 +47,41 @@ def shown_commands(block: Block) -> list[str]:
     """Return the commands of a console, without what is said of each behind it."""
     lines = [line for line in block.code.splitlines() if line.startswith("$ ")]
     return [line.removeprefix("$ ").partition("  #")[0].strip() for line in lines]
+
+
+@dataclass
+class RunTable:
+    """The table of a page of which each row is run by a test.
+
+    A cell begins with what the test has to see, up to a comma or a colon, or it is as the cell
+    before it. run: the rows that tests run, by their first cells.
+    """
+
+    page: Path
+    run: list[str] = field(default_factory=list)
+
+    def row(self, event: str) -> Callable[[T], T]:
+        """Return the mark of a test that runs a row."""
+
+        def mark(test: T) -> T:
+            self.run.append(event)
+            return test
+
+        return mark
+
+    def see(self, event: str, *seen: str) -> None:
+        """Fail if a row says something else than what was seen, cell by cell."""
+        told: list[str] = []
+        for cell in self.rows()[event]:
+            told.append(told[-1] if cell == "the same" else re.split("[,:]", cell)[0])
+        assert told == [*seen], event
+
+    def see_all_run(self) -> None:
+        """Fail if a row has no test, or a test no row."""
+        assert [*self.rows()] == self.run, self.page
+
+    def rows(self) -> dict[str, list[str]]:
+        """Return the cells of each row by its first cell, without the heading."""
+        text = self.page.read_text(encoding="utf-8")
+        cells = [line.split(" | ") for line in re.findall(r"^\| (.+) \|$", text, re.MULTILINE)]
+        return {first: told for first, *told in cells[1:]}

@@ -29,9 +29,11 @@ from celery_redlock.operate.cli.group import redlock as redlock_command
 from celery_redlock.operate.metrics import Metrics
 from tests import fork_server
 from tests.conftest import Nodes
+from tests.contract import test_advisory_locks
+from tests.integration import test_celerys_default
 from tests.integration.test_how_to import GUIDES
 from tests.integration.test_how_to_alone import ALONE
-from tests.pages import PAGES, ROOT, Block, blocks, name_of, on_servers, shown_commands
+from tests.pages import PAGES, ROOT, Block, RunTable, blocks, name_of, on_servers, shown_commands
 
 GIVEN = """
 from typing import Any
@@ -165,6 +167,11 @@ def test_the_blocks_of_a_page_are_pieces_of_its_example(page: str) -> None:
     for block in found:
         place = f"{page}:{block.line}"
         assert any(block.code in file for file in files), f"{place} is in no file of {folder.name}"
+
+
+@pytest.mark.parametrize("table", [test_advisory_locks.TABLE, test_celerys_default.TABLE])
+def test_each_row_of_a_table_that_tests_run_has_its_test(table: RunTable) -> None:
+    table.see_all_run()
 
 
 def commands(page: Path) -> list[str]:

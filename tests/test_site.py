@@ -27,6 +27,9 @@ SEARCHED = [
 ]  # fmt: skip
 # words of others for these things, and the page that answers, or two
 FIRST = {
+    "acks_late": "explanation/celerys-default-and-here",
+    "advisory lock": "explanation/pgbouncer-and-advisory-locks",
+    "Celery default": "explanation/celerys-default-and-here",
     "coalesce": "how-to/debounce how-to/deduplicate-calls",
     "Django admin": "how-to/django",
     "double click": "how-to/django",
@@ -50,6 +53,7 @@ FIRST = {
     "mutual exclusion": "getting-started/first-locked-task",
     "one run at a time": "getting-started/first-locked-task",
     "per tenant": "how-to/rate-limit",
+    "pgbouncer": "explanation/pgbouncer-and-advisory-locks how-to/postgresql",
     "PostgreSQL": "how-to/postgresql",
     "rate limit": "how-to/rate-limit",
     "restart of Redis": "how-to/after-a-crash",
@@ -61,6 +65,7 @@ FIRST = {
     "third-party tasks": "how-to/existing-base-class",
     "stuck": "how-to/after-a-crash how-to/clear-a-lock",
     "throttle": "how-to/rate-limit",
+    "transaction pooling": "explanation/pgbouncer-and-advisory-locks",
     "beat failover": "how-to/one-beat",
     "lock in a request": "how-to/lock-outside-tasks",
     "two beats": "how-to/one-beat",

@@ -362,6 +362,28 @@ def last_until(self: Any, key: str, until: str = "") -> str:
 
 until = locked(name="tests.until", lock_ttl=TTL, acks_late=True)(last_until)
 plain_until = task(bind=True, name="tests.plain_until", acks_late=True)(last_until)
+early_until = locked(name="tests.early_until", lock_ttl=TTL)(last_until)
+plain_early_until = task(bind=True, name="tests.plain_early_until")(last_until)
+hourly = functools.partial(task, bind=True, rate_limit="1/h")
+plain_early_hourly = hourly(name="tests.plain_early_hourly")(last_until)
+plain_hourly = hourly(name="tests.plain_hourly", acks_late=True)(last_until)
+
+
+def retry_once(self: Any, key: str, until: str) -> int:
+    """Write under another name and retry, the first time; then last until there is a file."""
+    if not self.request.retries:
+        write("begin", f"{key} before")
+        raise self.retry(countdown=2)
+    last_until(self, key, until)
+    return int(self.request.retries)
+
+
+retries_once = locked(name="tests.retries_once", lock_ttl=TTL, acks_late=True,
+                      max_retries=1)(retry_once)  # fmt: skip
+plain_retries_once = task(bind=True, name="tests.plain_retries_once", acks_late=True,
+                          max_retries=1)(retry_once)  # fmt: skip
+plain_early_retries_once = task(bind=True, name="tests.plain_early_retries_once",
+                                max_retries=1)(retry_once)  # fmt: skip
 
 
 @locked()
