@@ -25,7 +25,9 @@ from tests.conftest import (
     see_freed,
     settle,
 )
+from tests.contract.test_interleavings import restless_threads
 
+__all__ = ["restless_threads"]  # a fixture
 pytestmark = pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts in /proc")
 UNCLOSED = pytest.mark.filterwarnings("ignore:unclosed <Redlock:ResourceWarning")
 WAITERS = 150
@@ -132,6 +134,40 @@ class TestDropped:
             os.waitpid(child, 0)
             lock.extend()
             assert lock.held
+
+
+def test_a_lock_that_nobody_keeps_any_more_as_it_is_renewed_is_released_after_that(
+    mortal_nodes: Nodes, caplog: pytest.LogCaptureFixture
+) -> None:
+    with over(mortal_nodes) as redlock:
+        lock = redlock.lock("r", ttl=TTL, renew=False).acquire(wait=60)
+        settle(redlock)
+        for node in mortal_nodes:
+            node.pause()
+        lock.ownership.renew_for(0)  # once: no later renewal would see that nobody keeps it
+        eventually(lambda: redlock.session.nodes.outstanding)
+        del lock
+        gc.collect()
+        for node in mortal_nodes:
+            node.resume()
+        eventually(lambda: "'r'" in caplog.text)
+        assert "released 'r': its Lock was garbage collected" in caplog.text
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("restless_threads")
+@UNCLOSED
+def test_a_lock_that_nobody_keeps_nor_its_redlock_is_released_once(
+    nodes: Nodes, caplog: pytest.LogCaptureFixture
+) -> None:
+    names = [f"r{number}" for number in range(60)]
+    for name in names:
+        # its own finalizer and that of its `Redlock` run at once
+        over(nodes).lock(name).acquire(wait=60)
+    texts = [f"released {name!r}: its Lock was garbage collected" for name in names]
+    eventually(lambda: all(text in caplog.text for text in texts))
+    assert [caplog.text.count(text) for text in texts] == [1] * len(texts)
+    assert "lost" not in caplog.text
 
 
 def test_a_lock_keeps_its_redlock(nodes: Nodes) -> None:

@@ -79,6 +79,8 @@ class Renewer:
                 lock.renewal_failed(now, MIN_RENEWAL_PAUSE)
             else:
                 lock.renewal_reached(sent_at)
+            if not lock.users:  # dropped meanwhile, and the next renewal may be never
+                core.watchdog.release_dropped(lock)
         core.events.extended(lock for lock in renewed if lock not in unconfirmed)
         return list(causes)
 

@@ -78,12 +78,13 @@ class Session(Core):
         self._build()
 
     def end(self) -> None:
-        """Release abandoned locks, and close once every reachable node has got the releases.
+        """Have abandoned locks released, and close once every reachable node has got the releases.
 
         Called after the `Redlock` is garbage collected, and with it every `Lock`.
         """
         for acquisition in self.watchdog.watched:
-            self.releaser.release_if_abandoned(acquisition)
+            # not here: two threads that release one lock at once would report it as lost
+            self.watchdog.release_dropped(acquisition)
         self._is_ending = True  # last: the reports of these releases must still go out
         self.watchdog.run_maintenance_by(self.clock.now())
 
