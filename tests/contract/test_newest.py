@@ -296,6 +296,37 @@ class TestReplacedLongAgo:
         third, fourth = send(sender), send(sender)
         assert starts(sender, second, third, fourth) == ["", fourth, ""]
 
+    def test_so_does_one_that_was_sent_alone(self, sender: Sender, nodes: Nodes) -> None:
+        first, second = send(sender), send(sender)
+        forget_marks(nodes, first)
+        alone = []
+        for _ in range(2):
+            for node in nodes:
+                node.client().delete(KEY)
+            alone.append(send(sender))
+        assert who_replaced(sender, first) == second
+        for node in nodes:
+            node.client().delete(KEY)
+        third, fourth = send(sender), send(sender)
+        assert starts(sender, second, *alone, third, fourth) == ["", "", "", fourth, ""]
+
+    @MAJORITY
+    def test_so_does_one_before_a_burst_whose_beginning_a_node_has_missed(
+        self, sender: Sender, nodes: Nodes
+    ) -> None:
+        _, second = send(sender), send(sender)
+        for node in nodes:
+            node.client().delete(KEY)
+        client = nodes[0].client()
+        order, left = client.get(ORDER), client.pttl(ORDER)
+        third = send(sender)
+        client.set(ORDER, str(order), px=left)
+        client.delete(KEY)
+        fourth = send(sender)
+        assert superseded(nodes, third)
+        assert [says_of_start(node, sender, second) for node in nodes] == [1] * len(nodes)
+        assert says_of_start(nodes[0], sender, third) == [sender.ticket(third).number, fourth]
+
     def test_what_kept_its_place_starts_though_that_has_ended(
         self, sender: Sender, nodes: Nodes
     ) -> None:

@@ -981,8 +981,8 @@ BEGIN
 END $$;
 
 -- What is queued of a resource, in lines as of a claim with a number each, and the order of its sends
--- and starts: "largest started id", and "low replaced latest stays later". The lines are arrays here,
--- the newest first.
+-- and starts: "largest started id", and "low replaced latest stays before later". The lines are arrays
+-- here, the newest first.
 CREATE OR REPLACE FUNCTION redlock."newest"(k bytea[], a bytea[]) RETURNS bytea LANGUAGE plpgsql AS $$
 DECLARE
   at timestamptz := redlock.turn(k[1]);
@@ -1005,12 +1005,13 @@ DECLARE
   largest bigint := coalesce(ordered[1]::bigint, 0);
   started bigint := coalesce(ordered[2]::bigint, 0);
   id text := coalesce(ordered[3], '');
-  taken text[] := regexp_match(stored, '\n(\d+) (\d+) (\d+) (\d+) (.*)$');
+  taken text[] := regexp_match(stored, '\n(\d+) (\d+) (\d+) (\d+) (\d+) (.*)$');
   low bigint := coalesce(taken[1]::bigint, 0);
   replaced bigint := coalesce(taken[2]::bigint, 0);
   latest_sent bigint := coalesce(taken[3]::bigint, 0);
   stays bigint := coalesce(taken[4]::bigint, 0);
-  later text := coalesce(taken[5], '');
+  before bigint := coalesce(taken[5]::bigint, 0);
+  later text := coalesce(taken[6], '');
   number bigint := 0;
   last int;
   kept int[] := '{}';  -- the places of the lines that stay
@@ -1045,7 +1046,7 @@ BEGIN
     END IF;
     largest := w[4]::bigint;
     PERFORM redlock.keep_order(k[2], largest, started, id,
-      array[low, replaced, latest_sent, stays], later, w[6]::bigint, at);
+      array[low, replaced, latest_sent, stays, before], later, w[6]::bigint, at);
     IF w[3] = '' THEN
       RETURN redlock.integer(1);
     END IF;
@@ -1072,19 +1073,23 @@ BEGIN
         ends[place] := greatest(ends[place], least(ends[1], began[place] + w[10]::bigint));
       END IF;
     END LOOP;
-    IF greatest(w[7]::bigint, w[9]::bigint) > 0 THEN
+    IF greatest(w[7]::bigint, w[9]::bigint) = 0 THEN
+      before := latest_sent;
+    ELSE
       IF latest_sent <> coalesce(nullif(w[7]::bigint, 0), w[9]::bigint) THEN
         low := latest_sent;
       ELSIF stays > started AND stays <> w[9]::bigint THEN
         low := stays;
       END IF;
+      low := greatest(low, before);
+      stays := w[9]::bigint;
       IF w[7]::bigint > 0 THEN
         replaced := w[7]::bigint;
         later := split_part(w[3], ':', 3);
       END IF;
-      PERFORM redlock.keep_order(k[2], largest, started, id,
-        array[low, replaced, numbers[1], w[9]::bigint], later, w[4]::bigint, at);
     END IF;
+    PERFORM redlock.keep_order(k[2], largest, started, id,
+      array[low, replaced, numbers[1], stays, before], later, w[4]::bigint, at);
   ELSE
     IF what = 'start' THEN
       number := w[3]::bigint;
@@ -1094,7 +1099,7 @@ BEGIN
         RETURN redlock.list(redlock.integer(replaced), redlock.bulk(decode(later, 'escape')));
       END IF;
       PERFORM redlock.keep_order(k[2], greatest(largest, number), number, w[4],
-        array[low, replaced, latest_sent, stays], later, w[5]::bigint, at);
+        array[low, replaced, latest_sent, stays, before], later, w[5]::bigint, at);
     END IF;
     FOR place IN 1..last LOOP
       IF NOT starts_with(vals[place], token) AND (what = 'end' OR numbers[place] > number) THEN

@@ -8,7 +8,8 @@
 -- KEYS  1 the key of the unique send   2 the order: the largest number, the number of the newest
 --       start, and the id of its task. A second line says what was replaced: the messages above one
 --       number up to another, but for the one that keeps its place; the number of the newest
---       message, that of the kept one, and the task id of the send that replaced the last one
+--       message, that of the kept one, that of the newest message before the burst, and the task id
+--       of the send that replaced the last one
 -- ARGV  1 'send':  2 the expected beginning of the queued value, '' if nothing is queued; 3 the value
 --                  of the new send, '' to take its number alone; 4 its number; 5 the ms for which it
 --                  is kept without a confirmation; 6 the ms for which the order is kept; 7 the number
@@ -71,15 +72,17 @@ end
 local order = redis.call('GET', KEYS[2]) or ''
 local largest, started, id = string.match(order, '^(%d+) (%d+) ([^\n]*)')
 largest, started, id = tonumber(largest or 0), tonumber(started or 0), id or ''
-local low, replaced, last, stays, later = string.match(order, '\n(%d+) (%d+) (%d+) (%d+) (.*)$')
+local low, replaced, last, stays, before, later =
+  string.match(order, '\n(%d+) (%d+) (%d+) (%d+) (%d+) (.*)$')
 low, replaced, later = tonumber(low or 0), tonumber(replaced or 0), later or ''
-last, stays = tonumber(last or 0), tonumber(stays or 0)
+last, stays, before = tonumber(last or 0), tonumber(stays or 0), tonumber(before or 0)
 
 local function keep_order(ms)
   local kept = math.max(tonumber(ms), redis.call('PTTL', KEYS[2]))
   local text = string.format('%.0f %.0f ', largest, started) .. id
   if last > 0 then
-    text = text .. string.format('\n%.0f %.0f %.0f %.0f ', low, replaced, last, stays) .. later
+    text = text .. string.format('\n%.0f %.0f %.0f %.0f %.0f ', low, replaced, last, stays, before)
+      .. later
   end
   redis.call('SET', KEYS[2], text, 'PX', string.format('%.0f', kept))
 end
@@ -125,19 +128,22 @@ elseif what == 'sent' then
     end
     lines = {sent, kept}
     store()
-    local before, kept_number = tonumber(ARGV[7]), tonumber(ARGV[9])
-    if math.max(before, kept_number) > 0 then
-      if last ~= (before > 0 and before or kept_number) then
-        low = last  -- its claim had ended, so it was not replaced, and is to start
+    local earlier, kept_number = tonumber(ARGV[7]), tonumber(ARGV[9])
+    if earlier == 0 and kept_number == 0 then
+      before = last  -- its claim had ended, so it was not replaced, and is to start
+    else
+      if last ~= (earlier > 0 and earlier or kept_number) then
+        low = last  -- the same, and the beginning of this burst was missed here
       elseif stays > started and stays ~= kept_number then
         low = stays  -- its place had ended
       end
-      if before > 0 then
-        replaced, later = before, string.match(ARGV[3], '^[^:]*:sent:([^:]*)')
+      low, stays = math.max(low, before), kept_number
+      if earlier > 0 then
+        replaced, later = earlier, string.match(ARGV[3], '^[^:]*:sent:([^:]*)')
       end
-      last, stays = sent.number, kept_number
-      keep_order(ARGV[4])
     end
+    last = sent.number
+    keep_order(ARGV[4])
   end
   return 1
 end
