@@ -101,6 +101,20 @@ def test_a_lock_whose_object_is_kept_is_given_back_though_its_release_is_cut(
     see_all_freed(nodes)
 
 
+def test_a_nested_lock_is_given_back_though_the_outer_one_is_dropped_as_it_is_released(
+    lasting_redlock: Redlock, nodes: Nodes
+) -> None:
+    redlock = lasting_redlock
+    for at in itertools.count(1):
+        outer = [redlock.lock(f"r{at}", ttl=LASTING, renew=False).acquire()]
+        inner = redlock.lock(f"r{at}", ttl=LASTING, renew=False).acquire()
+        if not interrupt(inner.release, at, outer.clear, ABOVE, "release"):
+            break
+    assert at > 30
+    outer.clear()
+    see_all_freed(nodes)
+
+
 OF_A_WAIT = ("acquirer.py", "acquisition.py", "releaser.py", "retry.py", "callers.py", "inbox.py")
 
 now = SystemClock().now

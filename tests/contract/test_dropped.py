@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import os
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
-from threading import Event
+from threading import Event, Thread
 from weakref import ref
 
 import pytest
 
 from celery_redlock import LockTaken, Redlock
+from celery_redlock.lock.model.acquisition import Acquisition
 from celery_redlock.signals import node_recovered
 from tests.conftest import (
     NODE_TIMEOUT,
@@ -25,6 +28,7 @@ from tests.conftest import (
     see_freed,
     settle,
 )
+from tests.contract.points import files_of_the_engine, interrupt
 from tests.contract.test_interleavings import restless_threads
 
 __all__ = ["restless_threads"]  # a fixture
@@ -168,6 +172,29 @@ def test_a_lock_that_nobody_keeps_nor_its_redlock_is_released_once(
     eventually(lambda: all(text in caplog.text for text in texts))
     assert [caplog.text.count(text) for text in texts] == [1] * len(texts)
     assert "lost" not in caplog.text
+
+
+def test_a_lock_that_is_just_released_is_not_taken_for_one_that_nobody_keeps(
+    redlock: Redlock, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Else two threads release it, and each finds that the other one's key is gone."""
+    session, told = redlock.session, Event()
+
+    def renew(due: list[Acquisition]) -> None:
+        thread = Thread(target=session.renewer.renew, args=(due,))
+        thread.start()
+        thread.join()
+
+    for at in itertools.count(1):
+        lock = redlock.lock(f"r{at}").acquire(wait=60)
+        renew_due = partial(renew, session.watchdog.watched)  # read before the release
+        if not interrupt(lock.release, at, renew_due, files_of_the_engine(), "release"):
+            break
+    assert at > 30
+    settle(redlock)
+    session.watchdog.call_soon(told.set)
+    assert told.wait(60)
+    assert not caplog.text
 
 
 def test_a_lock_keeps_its_redlock(nodes: Nodes) -> None:

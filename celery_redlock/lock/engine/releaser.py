@@ -255,7 +255,10 @@ class Releaser:
     @uninterruptible
     def release_if_abandoned(self, acquisition: Acquisition) -> bool:
         """Release an acquisition that has no user any more; return whether it was released."""
-        if acquisition.users or not acquisition.abandon():
+        # one that is not watched any more was released by its last user
+        if acquisition.users or not self.core.watchdog.is_watching(acquisition):
+            return False
+        if not acquisition.abandon():
             return False
         self.release(acquisition)
         self.core.events.abandoned(acquisition)
@@ -272,8 +275,15 @@ class Releaser:
                 hold.end_wait()
         finally:
             for acquisition in hold.acquisitions:
-                hold.leave(acquisition)
-                if not acquisition.users and (not in_any_thread or acquisition.abandon()):
+                # before it leaves: else the watchdog would take it for one that nobody keeps
+                is_first = not in_any_thread and not hold.has_others(acquisition)
+                try:
+                    if is_first:
+                        self.release(acquisition)
+                finally:
+                    hold.leave(acquisition)
+                is_left = not is_first and not acquisition.users
+                if is_left and (not in_any_thread or acquisition.abandon()):
                     self.release(acquisition)
 
     def release_orphans(self, acquisition: Acquisition) -> None:

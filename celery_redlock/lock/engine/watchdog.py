@@ -79,6 +79,9 @@ class Watchdog:
     def watched(self) -> list[Acquisition]:
         return list(self._watched.values())
 
+    def is_watching(self, acquisition: Acquisition) -> bool:
+        return id(acquisition) in self._watched
+
     def unwatch(self, acquisition: Acquisition) -> None:
         """Stop watching an acquisition. No effect if it is not watched."""
         self._watched.pop(id(acquisition), None)

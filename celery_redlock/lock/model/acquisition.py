@@ -307,6 +307,14 @@ class Hold:
         self.acquisitions.remove(acquisition)
         self.leave(acquisition)
 
+    def has_others(self, acquisition: Acquisition) -> bool:
+        """Return whether another hold relies on an acquisition, too."""
+        for user in acquisition.holds:  # no comprehension, as in `Acquisition.users`
+            hold = user()
+            if hold is not None and hold is not self:
+                return True
+        return False
+
     def leave(self, acquisition: Acquisition) -> None:
         """Count as none of its holds. A second call, as in a signal handler, has no effect."""
         try:  # `suppress` would cost three calls at each release
