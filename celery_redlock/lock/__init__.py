@@ -22,6 +22,8 @@ Read `lock.py` first. Then read `engine/acquirer.py` (all keys or none, one roun
   one.
 - `node_status.py`: `ask_nodes`, `read_nodes`, `missing_rights`: whether each node votes, its clock,
   and settings that differ between clients.
+- `removal.py`: `list_keys`, `remove_from_nodes`: what a prefix has on the nodes, and which of it
+  goes with the package.
 - `engine/`: `Acquirer`, `Renewer`, `Releaser`, `Watchdog`: acquires, renews, releases; who waits;
   the log and the events.
 - `postgres/`: `PostgresAddress`: one PostgreSQL server as the lock node.

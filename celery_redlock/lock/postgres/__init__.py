@@ -13,6 +13,7 @@ into replies.
   so that no other client takes the lock over before its end.
 - `schema.py`: `create_schema`, `schema_sql`, `doubts_of`: makes or updates the schema; says which
   settings of the server could lose locks.
+- `removal.py`: `drop_schema`, `schema_uses`: drops the schema, unless something of it is in use.
 - `errors.py`: `error_of`, `is_fatal`, `is_not_replicated`: what an error of PostgreSQL means, in
   the words of `lock/server/error_hints.py`.
 - `schema.sql`: what the node does: the Lua scripts of `lock/server`, over two tables.

@@ -12,9 +12,9 @@ import logging
 import math
 import re
 import socket
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 from urllib.parse import parse_qsl, urlencode
 from uuid import uuid4
 
@@ -41,6 +41,7 @@ from celery_redlock.lock.transport.address import unknown_option
 from celery_redlock.lock.transport.command import encode_bulk, encoded
 from celery_redlock.lock.transport.connection import CLOCK, Peer
 
+T = TypeVar("T")
 READ_COMMITTED = b"read committed"
 HELLO_ITEMS = 6  # in the reply to HELLO
 # Levels of messages that hide the warning that no standby has confirmed a commit.
@@ -249,18 +250,23 @@ class PostgresAddress:
 
     def setup_sql(self, prefix: str) -> str:
         begin = f"BEGIN ISOLATION LEVEL READ COMMITTED;\n{STRINGS_SETTING};"
-        return f"{begin}\n{schema_sql(prefix, self._applications)}COMMIT;"
+        return f"{begin}\n{schema_sql(prefix, self.applications)}COMMIT;"
 
     def create_schema(self, prefix: str) -> str:
+        return self.operate(lambda client: create_schema(client, prefix, self.applications))
+
+    def operate(self, work: Callable[[psycopg.Connection[Any]], T]) -> T:
+        """Return the result of an operator's work on a new connection. Raises redis.RedisError."""
         try:
             with self.client(OPERATOR_TIMEOUT) as client:
-                return create_schema(client, prefix, self._applications)
+                return work(client)
         except psycopg.Error as error:
             text = error.diag.message_primary or str(error)
             raise redis.ConnectionError(words_of(text)) from None
 
     @property
-    def _applications(self) -> set[str]:
+    def applications(self) -> set[str]:
+        """What clients name themselves."""
         return {APPLICATION, str(self.options.get("application_name") or APPLICATION)}
 
     def client(self, timeout: float) -> psycopg.Connection[Any]:

@@ -15,7 +15,7 @@ MAX_CONNECTION_SHARE = 0.8  # of max_connections
 LONG_TRANSACTION = "5 minutes"
 # Before all else, and alone: the server reads the strings of a whole query by one setting.
 STRINGS_SETTING = "SET LOCAL standard_conforming_strings = on"
-_PATH = "SELECT pg_catalog.set_config('search_path', 'pg_catalog', true)"
+PATH_SETTING = "SELECT pg_catalog.set_config('search_path', 'pg_catalog', true)"
 # A column of each question. Pgpool-II may balance reads within a transaction, too, even after a
 # write. But it sends none to a standby, which may lag, that calls what is VOLATILE.
 _ON_THE_PRIMARY = "pg_catalog.clock_timestamp()"
@@ -84,7 +84,7 @@ def create_schema(
     "trusted" for a new one, or "new" for one whose server begins with a grace period.
     """
     with connection.transaction():
-        connection.execute(_PATH)
+        connection.execute(PATH_SETTING)
         if schema_version(connection) == VERSION:
             return "there"
         connection.execute(STRINGS_SETTING)
@@ -98,7 +98,7 @@ def doubts_of(connection: Any, unheard: str = "") -> list[tuple[str, str, str]]:
     unheard: why no message arrives; "" if they do.
     """
     with connection.transaction():
-        connection.execute(_PATH)
+        connection.execute(PATH_SETTING)
         row = connection.execute(_FACTS, [LONG_TRANSACTION]).fetchone()
         version = schema_version(connection)
     _, fsync, full_pages, isolation, timeout, idle, synchronous, streaming, *rest = row

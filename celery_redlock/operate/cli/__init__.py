@@ -20,6 +20,8 @@ Read `commands.py` first.
   once no run is left.
 - `recover.py`: `recover`, `recover_dead`, `Older`: moves the messages of dead workers back to their
   queues.
+- `uninstall.py`: `uninstall`, `Remains`: removes what the package leaves on nodes and broker, once
+  nobody uses it.
 - `explain.py`: `explain`, `find_passage`, `Passage`: prints the passage of the documentation that
   an error or a log line names.
 
@@ -36,6 +38,7 @@ from celery_redlock.operate.cli import (  # noqa: F401 - adds them
     recover,
     show,
     top,
+    uninstall,
 )
 from celery_redlock.operate.cli.group import redlock
 
