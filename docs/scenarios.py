@@ -217,6 +217,14 @@ def _claim() -> Iterator[World]:
 
 
 @contextmanager
+def _left() -> Iterator[World]:
+    """Give the shop after its last worker has ended."""
+    with _shop() as world:
+        pass
+    yield world
+
+
+@contextmanager
 def _one_node_down() -> Iterator[World]:
     with _held() as world:
         world.nodes[2].kill()
@@ -283,6 +291,7 @@ _SCENARIOS = {
     "held": _held,
     "rate": _rate,
     "claim": _claim,
+    "left": _left,
     "one node down": _one_node_down,
     "new nodes": _new_nodes,
     "break": _held,
@@ -294,6 +303,7 @@ _SCENARIOS = {
 SCENARIOS = (*_SCENARIOS, THIS_PAGE)
 NOT_SHARED = {
     "new nodes",
+    "left",
     "break",
     "rate break",
     "end claim",
