@@ -171,20 +171,24 @@ def _shop(code: str = SHOP, *, trust: bool = True) -> Iterator[World]:
     """Give the shop with its worker."""
     with _world(3, {"shop.py": code}) as world:
         if trust:
-            with Redlock([node.url for node in world.nodes], node_timeout=5.0) as redlock:
-                redlock.trust()
+            _trust(world)
         with _worker(world, "shop", "celery@web1"):
             yield world
 
 
+def _trust(world: World) -> None:
+    with Redlock([node.url for node in world.nodes], node_timeout=5.0) as redlock:
+        redlock.trust()
+
+
 @contextmanager
-def _worker(world: World, app: str, name: str) -> Iterator[None]:
+def _worker(world: World, app: str, name: str) -> Iterator[WorkerProcess]:
     worker = WorkerProcess(app, cwd=world.folder, env=world.env, options=["-E", "-n", name])
     with ExitStack() as stack:
         stack.callback(worker.log.unlink)
         stack.callback(worker.kill)  # the holder never ends
         worker.start()
-        yield
+        yield worker
 
 
 @contextmanager
@@ -219,9 +223,11 @@ def _claim() -> Iterator[World]:
 @contextmanager
 def _left() -> Iterator[World]:
     """Give the shop after its last worker has ended."""
-    with _shop() as world:
-        pass
-    yield world
+    with _world(3, {"shop.py": SHOP}) as world:
+        _trust(world)
+        with _worker(world, "shop", "celery@web1") as worker:
+            worker.stop(PATIENCE)
+        yield world
 
 
 @contextmanager

@@ -9,6 +9,7 @@ Not here: the schema of a PostgreSQL node (`postgres/removal.py`), and what is o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -68,8 +69,8 @@ KEYS_PER_WRITE = 500
 class KeyGroup:
     """Keys of one kind on one server.
 
-    place: the server. what: the kind, for people. fate: GOES, STAYS or EXPIRES. until: when the
-    last one expires, in ISO 8601; None if they do not.
+    place: the server. what: the kind, for people. fate: GOES, STAYS or EXPIRES. until: a moment at
+    which the last one has expired, in ISO 8601; None if they do not.
     """
 
     place: str
@@ -83,7 +84,7 @@ class KeyGroup:
 class NodeKeys:
     """What one node has of a prefix.
 
-    locked: the resources of the locks. listening: the channels of the prefix with a subscriber.
+    locked: the resources of the locks. listening: the processes that hear its channels.
     """
 
     groups: tuple[KeyGroup, ...]
@@ -135,7 +136,7 @@ def key_groups(
 
 
 def _until(now: float, remaining_ms: Sequence[int]) -> str | None:
-    return in_iso(now + max(remaining_ms) / 1000)
+    return in_iso(math.ceil(now + max(remaining_ms) / 1000))
 
 
 def _locked(prefix: str, remaining_ms: Iterable[tuple[str, int]]) -> tuple[str, ...]:
@@ -156,7 +157,7 @@ def _remaining_ms(connection: Any, names: Sequence[Any]) -> Iterable[tuple[str, 
 
 
 def _listening(connection: Any, prefix: str, names: Sequence[Any]) -> tuple[str, ...]:
-    """Return the channels of the prefix that a client of the node hears.
+    """Return the names of the processes that hear channels of the prefix, on this node.
 
     A client that is not registered is seen only with the right to list the channels, which no
     client needs.
@@ -173,7 +174,8 @@ def _listening(connection: Any, prefix: str, names: Sequence[Any]) -> tuple[str,
     asked = sorted(channels)
     counts = read_list(reply_of(connection, "PUBSUB", "NUMSUB", *asked), 2 * len(asked))
     heard = zip(asked, counts[1::2], strict=True)
-    return tuple(text_of(channel) for channel, count in heard if int(count))
+    inbox = inbox_channel(prefix, "")
+    return tuple(text_of(channel).removeprefix(inbox) for channel, count in heard if int(count))
 
 
 def is_schema(session: Session) -> bool:

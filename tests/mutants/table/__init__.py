@@ -8,6 +8,7 @@
 - `drill`: what a drill counts, and what it leaves
 - `unique`: the windows of sends that are unique, and what replaces a message
 - `fenced`: updates of rows by SQLAlchemy and Django with a fencing token
+- `uninstall`: what goes with the package, and who keeps it
 - `admin`: who may see and use the page of Django's admin, and whose lock it breaks
 
 Faults of the rest are for tests of behaviour alone, and faults of the whole for the simulator's
@@ -16,9 +17,21 @@ mutants, in tests/simulation/mutants.py.
 
 from __future__ import annotations
 
-from tests.mutants.table import admin, beat, drill, fenced, handoff, hold, lock, rates, unique
+from tests.mutants.table import (
+    admin,
+    beat,
+    drill,
+    fenced,
+    handoff,
+    hold,
+    lock,
+    rates,
+    uninstall,
+    unique,
+)
 
 MUTANTS = (
     *lock.MUTANTS, *rates.MUTANTS, *handoff.MUTANTS, *unique.MUTANTS, *beat.MUTANTS,
     *hold.MUTANTS, *drill.MUTANTS, *fenced.MUTANTS, *admin.MUTANTS,
+    *uninstall.MUTANTS,
 )  # fmt: skip
