@@ -36,8 +36,9 @@ SELECT clock_timestamp(),
     WHERE d.classid = 'pg_rewrite'::regclass AND d.refclassid = 'pg_class'::regclass
       AND d.refobjid IN (SELECT oid FROM ours))
 """
-# of all tables that calls use. A transaction that has confirmed a lock is waited for
-_EXCLUDE = "LOCK TABLE redlock.key, redlock.item, redlock.swept IN ACCESS EXCLUSIVE MODE"
+# All tables that calls use, in the order in which a sweep does: the other order may deadlock. It
+# waits for calls under way, and for transactions that have confirmed a lock.
+_EXCLUDE = "LOCK TABLE redlock.swept, redlock.key, redlock.item IN ACCESS EXCLUSIVE MODE"
 LOCK_TIMEOUT = "1s"  # until then, clients of other prefixes wait, too
 SESSION_END = 2.0  # seconds in which the sessions of a client end that has just closed them
 SESSION_PAUSE = 0.05  # seconds between two looks at them
