@@ -13,6 +13,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import psycopg
 import pytest
 from celery import Celery
 
@@ -70,6 +71,8 @@ with Redlock(sys.argv[2:], node_timeout=5, max_ttl=60) as redlock:
 """
 POSTGRESQL = pytest.param("postgresql", marks=pytest.mark.postgresql)
 DEADLINE = 120.0  # s
+# the sessions of a name that have looked once, and are about to look again
+LOOKED = "SELECT pid FROM pg_stat_activity WHERE application_name = %s AND query = 'COMMIT'"
 LOCK = "{redlock}:lock:a"
 # the sessions that wait for a table of the schema
 WAITING = "SELECT pid FROM pg_locks WHERE NOT granted AND relation = 'redlock.key'::regclass"
@@ -460,6 +463,19 @@ class TestSchema:
         (reason,) = self.reasons(shop)
         assert reason == "the schema has or carries what is not its own: redlock.notes"
 
+    def test_a_session_that_ends_meanwhile_does_not_keep_it(
+        self, shop: Shop, app: Celery, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """As that of a client which the command itself has just closed."""
+        monkeypatch.setattr(removal, "SESSION_END", DEADLINE)
+        name = "celery_redlock"
+        ending = psycopg.connect(shop.urls[0], application_name=name, autocommit=True)
+        with ending, ThreadPoolExecutor(1) as thread:
+            remains = thread.submit(uninstall.Remains.of, app, err=True)
+            eventually(lambda: shop.nodes[0].query(LOOKED, name) or remains.done())
+            ending.close()
+            assert remains.result(DEADLINE).reasons == ()
+
     def test_a_lock_of_a_client_with_another_name_keeps_it(self, shop: Shop, app: Celery) -> None:
         remains = uninstall.Remains.of(app, err=True)
         url = f"{shop.urls[0]}?application_name=web"
@@ -493,7 +509,7 @@ class TestSchema:
         with (
             ThreadPoolExecutor(2) as threads,
             shop.nodes[0].connect() as reader,
-            Redlock([url], node_timeout=PATIENCE) as made,
+            Redlock([url], node_timeout=15) as made,
         ):
             assert made.status().has_quorum
             remains = uninstall.Remains.of(app, err=True)
@@ -511,11 +527,15 @@ class TestSchema:
 
     def test_a_transaction_that_reads_the_rows_keeps_it(self, shop: Shop, app: Celery) -> None:
         remains = uninstall.Remains.of(app, err=True)
-        with shop.nodes[0].connect() as reader:
+        with ThreadPoolExecutor(1) as thread, shop.nodes[0].connect() as reader:
             reader.autocommit = False
             reader.execute("SELECT FROM redlock.key")
-            (left,) = uninstall.remove_remains(app, remains)
-            assert left.startswith("the schema is not dropped: canceling statement due to lock")
+            left = thread.submit(uninstall.remove_remains, app, remains)
+            try:
+                (reason,) = left.result(60)
+            finally:
+                reader.rollback()
+            assert reason.startswith("the schema is not dropped: canceling statement due to lock")
         assert shop.has_schema()
 
     def test_only_the_owner_of_the_schema_drops_it(self, shop: Shop) -> None:

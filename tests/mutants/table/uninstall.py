@@ -99,7 +99,7 @@ MUTANTS = (
            f"{SCHEMA}_drop", f"{TESTS}::a_transaction_that_reads",
            "SET LOCAL lock_timeout = '{LOCK_TIMEOUT}'", "SET LOCAL lock_timeout = 0"),
     Mutant("a client of the command itself keeps the schema",
-           f"{SCHEMA}_settled_uses", f"{TESTS}::goes_once_nobody",
+           f"{SCHEMA}_settled_uses", f"{TESTS}::a_session_that_ends",
            "if not sessions or CLOCK.now() > until:", "if True:"),
     Mutant("a standby answers whether the schema is used",
            f"{SCHEMA}_is_there", f"{TESTS}::a_standby_that_lags",
