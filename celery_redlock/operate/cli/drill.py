@@ -68,7 +68,7 @@ def drill(
     ctx: click.Context, seconds: float, beside_locks: bool, seed: int | None, yes: bool,
     left_queue: str, as_json: bool,
 ) -> None:  # fmt: skip
-    """Freeze and kill workers of its own on these nodes and this broker.
+    """Freeze and kill workers of its own on these nodes and broker.
 
     It starts three worker processes on this machine, with a queue and locks of their own, and
     removes all of that at its end. The exit status is 1 if two bodies held one lock, if a message
