@@ -168,6 +168,11 @@ class Shop:
             if server.client().ttl(name) == -1
         }
 
+    def see_on_all_nodes(self, key: str) -> None:
+        """Return when each node has a key: its client is then connected to all."""
+        if not self.is_postgresql:
+            eventually(lambda: all(node.client().exists(key) for node in self.nodes))
+
     def has_schema(self) -> bool:
         return bool(self.nodes[0].query("SELECT to_regnamespace('redlock') IS NOT NULL")[0][0])
 
@@ -189,9 +194,12 @@ def see_held_still(process: subprocess.Popen[str]) -> None:
 
 @pytest.fixture(params=["valkey", POSTGRESQL])
 def servers(request: pytest.FixtureRequest) -> Iterator[list[Any]]:
-    """Give three Valkey nodes, or a PostgreSQL with the schema for this test alone."""
+    """Give three Valkey nodes, or a PostgreSQL with the schema, for this test alone.
+
+    The standing nodes have clients: standing workers write there what is removed.
+    """
     if request.param == "valkey":
-        yield request.getfixturevalue("nodes")
+        yield request.getfixturevalue("mortal_nodes")
         return
     template = request.getfixturevalue("postgres_template")
     with PostgresNode(template, fsync=False) as server:
@@ -308,6 +316,7 @@ def test_a_lock_that_is_taken_between_the_look_and_the_removal_stands_and_exclud
     assert (remains.reasons, remains.is_removable) == ((), True)
     with shop.web("stock:1") as holder:
         see_held(holder)
+        shop.see_on_all_nodes("{redlock}:lock:stock:1")
         left = uninstall.remove_remains(app, remains)
         if shop.is_postgresql:
             assert shop.has_schema()
