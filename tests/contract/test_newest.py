@@ -325,7 +325,7 @@ class TestReplacedLongAgo:
         fourth = send(sender)
         assert superseded(nodes, third)
         assert [says_of_start(node, sender, second) for node in nodes] == [1] * len(nodes)
-        assert says_of_start(nodes[0], sender, third) == [sender.ticket(third).number, fourth]
+        assert says_of_start(nodes[0], sender, third) == [-sender.ticket(third).number, fourth]
 
     def test_what_kept_its_place_starts_though_that_has_ended(
         self, sender: Sender, nodes: Nodes
@@ -351,18 +351,55 @@ class TestReplacedLongAgo:
         assert says_of_start(nodes[0], sender, kept) == 1
         assert says_of_start(nodes[0], sender, second) != 1
 
-    @MAJORITY
-    def test_one_node_that_knows_it_is_enough(self, sender: Sender, nodes: Nodes) -> None:
+    def test_each_node_names_what_replaced_it(self, sender: Sender, nodes: Nodes) -> None:
         first, second = send(sender), send(sender)
         for node in nodes:
-            number = sender.ticket(first).number
+            number = -sender.ticket(first).number
             assert says_of_start(node, sender, first) == [number, second]
+
+    @MAJORITY
+    def test_a_quorum_that_says_so_is_enough(self, sender: Sender, nodes: Nodes) -> None:
+        first, second = send(sender), send(sender)
+        forget_marks(nodes, first)
+        nodes[0].client().delete(ORDER)
+        assert starts(sender, first, second) == [second, ""]
+
+    @MAJORITY
+    def test_one_node_that_says_so_is_not_enough(self, sender: Sender, nodes: Nodes) -> None:
+        alone = sent_before_a_burst(sender, nodes)
+        assert says_of_start(nodes[0], sender, alone)[1] == list(sender.published)[-1]
+        assert starts(sender, alone) == [""]
+
+    @MAJORITY
+    def test_it_starts_on_the_node_that_says_so_where_another_is_away(
+        self, mortal_nodes: Nodes, make_sender: MakeSender
+    ) -> None:
+        sender = make_sender(mortal_nodes, NODE_TIMEOUT)
+        alone = sent_before_a_burst(sender, mortal_nodes)
+        mortal_nodes[2].kill()
+        assert says_of_start(mortal_nodes[0], sender, alone)[1] == list(sender.published)[-1]
+        assert starts(sender, alone) == [""]
+        first = next(iter(sender.published))
+        for node in mortal_nodes[:2]:
+            assert says_of_start(node, sender, first) == [sender.ticket(alone).number, alone]
+
+
+def sent_before_a_burst(sender: Sender, nodes: Nodes) -> str:
+    """Send one whose claim ends, and a burst after it; return the one, which a node has missed."""
+    send(sender)
+    alone = miss(nodes, 0, partial(send, sender), has_heard=False)
+    for node in nodes:
+        node.client().delete(KEY)
+    for _ in range(2):
+        send(sender)
+    forget_marks(nodes, alone)
+    return alone
 
 
 def says_of_start(node: Any, sender: Sender, task_id: str) -> Any:
     """Return what a node says of the start of a message, which it notes."""
     run = sender.ticket(task_id)
-    words = "start", run.token, run.number, task_id, 600_000
+    words = "start", run.token, run.number, task_id, 600_000, ""
     return node.client().eval(NEWEST.source.decode(), 2, KEY, ORDER, *words)
 
 

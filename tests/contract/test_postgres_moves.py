@@ -38,6 +38,14 @@ FUNCTIONS = (
     "SELECT p.oid::regprocedure::text, pg_get_functiondef(p.oid) FROM pg_proc p"
     " WHERE p.pronamespace = 'redlock'::regnamespace ORDER BY 1"
 )
+# What version 4 has changed in version 3.
+VERSION_3 = """
+CREATE OR REPLACE FUNCTION redlock.version() RETURNS int LANGUAGE sql STABLE RETURN 3;
+DO $$ BEGIN
+  EXECUTE replace(pg_get_functiondef('redlock.newest'::regproc),
+    'integer(-replaced)', 'integer(replaced)');
+END $$;
+"""
 # What version 3 has added to version 2, and changed in it.
 VERSION_2 = """
 CREATE OR REPLACE FUNCTION redlock.version() RETURNS int LANGUAGE sql STABLE RETURN 2;
@@ -306,7 +314,9 @@ class TestAMoveFromVersion2:
             assert "schema" not in [what for what, _, _ in doubts_of(connection)]
 
 
-@pytest.mark.parametrize("version", [VERSION_1, VERSION_2], ids=["from 1", "from 2"])
+@pytest.mark.parametrize(
+    "version", [VERSION_1, VERSION_2, VERSION_3], ids=["from 1", "from 2", "from 3"]
+)
 def test_a_schema_that_was_moved_has_the_functions_of_a_new_one(
     node: PostgresNode, version: str
 ) -> None:

@@ -36,9 +36,10 @@ class Profile:
     wall_error: s that calendars are off. deafens: subscriptions break. amnesia: nodes forget who
     waits. limits: of each resource, in place of `limit`. runs: of so many names, each of which may
     be delivered to every client, and again after its end. sends: messages that are sent once, of so
-    many names. orders: each of them takes the place of the queued one. rates: of each resource one
-    is drawn, None for no rate. wipes: nodes lose memory, as often as a rate allows for. holds: so
-    often a lock is an operator's hold.
+    many names. orders: each of them takes the place of the queued one. claims_end: so often a claim
+    of them has come to its end before the next step. rates: of each resource one is drawn, None for
+    no rate. wipes: nodes lose memory, as often as a rate allows for. holds: so often a lock is an
+    operator's hold.
     """
 
     name: str
@@ -79,6 +80,7 @@ class Profile:
     runs: int = 0
     sends: int = 0
     orders: bool = False
+    claims_end: float = 0.0
     rates: tuple[tuple[int, float] | None, ...] = ()
     wipes: float = 0.0
     holds: float = 0.0
@@ -127,6 +129,9 @@ PROFILES = {
         Profile("orders-without-faults", orders=True, clients=(3, 4), rounds=30, slow=0.0,
                 pauses=(0.01, 0.05), bases=(0.0005, 0.001, 0.004), wall_error=1.0, cold=0.0,
                 zombies=0.0, events=(300, 600)),
+        Profile("orders-whose-claims-end", orders=True, claims_end=0.1, clients=(3, 4), rounds=30,
+                slow=0.0, pauses=(0.01, 0.05), bases=(0.0005, 0.001, 0.004), wall_error=1.0,
+                cold=0.0, zombies=0.0, events=(300, 600)),
         Profile("hand-off", clients=(3, 4, 5), patient=1.0, rounds=6, sections=(0.02, 0.3),
                 deafens=2.0, amnesia=1.0, breaks=0.7, jams=0.7, stops=1.0, kills=0.3, cuts=0.3,
                 wall_error=1.0, events=(150, 300, 600), span=5.0),

@@ -7,18 +7,22 @@ senders that die between their claim and their confirmation.
 - `order_kept`: no run starts after that of a later send
 - `order_of_sends`: a send that begins once another is claimed has the larger number
 - `replaced_for_a_later`: a message is dropped only for a later one that is published
-- `two_queued`: without faults, of all messages two at most are neither dropped nor before a start
+- `replaced_in_its_burst`: a message that is known to be published, and that no later start ends, is
+  dropped only if it, or one after it in its own claim, was replaced
+- `two_queued`: without faults, and before the end of a claim, of all messages two at most are
+  neither dropped nor before a start
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from celery_redlock.errors import QuorumUnreachable
 from celery_redlock.label import RunId
 from celery_redlock.lock.engine.acquirer import SupersededError
-from celery_redlock.lock.model.keys import completion_key
+from celery_redlock.lock.model.keys import completion_key, unique_key
 from celery_redlock.tasks.settings.options import BUILT_IN, TaskLockOptions
 from celery_redlock.tasks.unique.claim import Claim, ClaimToken
 from celery_redlock.tasks.unique.start import start_run
@@ -68,11 +72,15 @@ class Orders:
         self.queue: list[tuple[float, Message]] = []  # from which real s they can be taken
         self.running = set[str]()  # names: a run has the lock
         self.started: dict[str, int] = {}  # by name: the number of the last start
+        self.ends: dict[str, list[float]] = {}  # by name: the real s at which a claim has ended
         profile = schedule.profile
         self.is_calm = not (profile.breaks or profile.jams or profile.stops or profile.slow)
 
     def step(self, process: Process) -> None:
         draw = self.world.random.random
+        often = self.schedule.profile.claims_end
+        if often and draw() < often:
+            self.end_claim(f"o{self.world.random.randrange(2)}")
         if draw() < 0.6:
             self.send(process)
         else:
@@ -104,8 +112,19 @@ class Orders:
                 publish(claim.message_token)  # and no more: the sender is dead
         except (OSError, SoftTimeLimit, QuorumUnreachable):
             pass
-        if self.is_calm:
+        if self.is_calm and name not in self.ends:
             self._count(name)
+
+    def end_claim(self, name: str) -> None:
+        """Let the time of a claim be over, on all nodes at once, unless a sender is at work."""
+        key = unique_key("redlock", name).encode()
+        nodes = self.schedule.nodes
+        if any(b":sending:" in (node.holder(key) or b"") for node in nodes):
+            return
+        for node in nodes:
+            node.execute([b"DEL", key])
+        self.ends.setdefault(name, []).append(self.world.now)
+        self.world.note("the claim of %s has ended", name)
 
     def _claimed(
         self, task_id: str, name: str, began: float, token: ClaimToken | None
@@ -192,6 +211,19 @@ class Orders:
         other = self.messages[later]
         if not other.is_published or other.token.number <= message.token.number:
             self._violated("replaced_for_a_later", f"{message.task_id} is dropped for {later}")
+        if message.is_confirmed and not self._may_be_replaced(message):
+            self._violated("replaced_in_its_burst", f"{message.task_id} is dropped for {later}")
+
+    def _may_be_replaced(self, message: Message) -> bool:
+        """Return whether a later one has begun, or it or one after it in its claim was replaced."""
+        number, ends = message.token.number, self.ends.get(message.name, [])
+        end = next((moment for moment in ends if moment >= message.claimed), math.inf)
+        of_name = [one for one in self.messages.values() if one.name == message.name]
+        replaced = {one.replaces for one in of_name if one.is_published}
+        if any(one.has_begun and one.token.number > number for one in of_name):
+            return True
+        after = [one for one in of_name if one.token.number >= number and one.began <= end]
+        return any(one.task_id in replaced for one in after)
 
     def _count(self, name: str) -> None:
         of_name = [one for one in self.messages.values() if one.name == name]

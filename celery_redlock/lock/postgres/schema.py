@@ -8,7 +8,7 @@ from typing import Any
 
 from celery_redlock.lock.model.keys import guard_keys
 
-VERSION = 3  # of schema.sql
+VERSION = 4  # of schema.sql
 APPLICATION = "celery_redlock"  # the application_name of clients, unless their URL names another
 MAX_CONNECTION_SHARE = 0.8  # of max_connections
 # of a transaction: until it ends, no row that was deleted since is vacuumed

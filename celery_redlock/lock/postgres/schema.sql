@@ -18,14 +18,14 @@ BEGIN
   ELSE
     version := redlock.version();
   END IF;
-  IF version > 3 THEN
-    RAISE EXCEPTION 'NEWERSCHEMA version %, and this release needs 3', version;
+  IF version > 4 THEN
+    RAISE EXCEPTION 'NEWERSCHEMA version %, and this release needs 4', version;
   END IF;
   PERFORM set_config('redlock.setup', CASE WHEN version IS NULL THEN 'new'
-    WHEN version < 3 THEN 'moved' ELSE 'there' END, true);
+    WHEN version < 4 THEN 'moved' ELSE 'there' END, true);
 END $$;
 
-CREATE OR REPLACE FUNCTION redlock.version() RETURNS int LANGUAGE sql STABLE RETURN 3;
+CREATE OR REPLACE FUNCTION redlock.version() RETURNS int LANGUAGE sql STABLE RETURN 4;
 
 -- Texts, and a row for each set. id: sha256 of the name, because an index takes no long name.
 CREATE TABLE IF NOT EXISTS redlock.key (
@@ -1095,8 +1095,9 @@ BEGIN
       number := w[3]::bigint;
       IF started > number THEN
         RETURN redlock.list(redlock.integer(started), redlock.bulk(decode(id, 'escape')));
-      ELSIF number > low AND number <= replaced AND number NOT IN (stays, started) THEN
-        RETURN redlock.list(redlock.integer(replaced), redlock.bulk(decode(later, 'escape')));
+      ELSIF w[6] IS DISTINCT FROM 'anyway' AND number > low AND number <= replaced
+        AND number NOT IN (stays, started) THEN
+        RETURN redlock.list(redlock.integer(-replaced), redlock.bulk(decode(later, 'escape')));
       END IF;
       PERFORM redlock.keep_order(k[2], greatest(largest, number), number, w[4],
         array[low, replaced, latest_sent, stays, before], later, w[5]::bigint, at);
@@ -1296,7 +1297,7 @@ END $$;
 
 -- Before version 2 a run id was the cluster and the timeline. A record of this very server gets its new
 -- run id, because the server has forgotten nothing. Its tenure is newer than what clients have noted.
--- Version 3 has new functions, and rows as version 2: a move from that changes none here.
+-- Versions 3 and 4 have new functions, and rows as version 2: a move from those changes none here.
 DO $$
 DECLARE
   now text := redlock.run_id();

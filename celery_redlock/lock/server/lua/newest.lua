@@ -22,7 +22,8 @@
 --                  lost
 --         'end':   2 the token of a send that is given up, or of a message that ends without a start
 --         'start': 2 the token of a message whose run starts; 3 its number; 4 the id of its task;
---                  5 the ms for which the order is kept
+--                  5 the ms for which the order is kept; 6 'anyway' for a message that no majority
+--                  counts as replaced, else ''
 -- Returns  1                      done, or done before (a request sent twice)
 --          0                      nothing is queued, although a value was expected; or 'sent', and the
 --                                 send is no more the newest
@@ -30,8 +31,8 @@
 --                                 another one; age: ms since its burst began; kept: the value of what
 --                                 keeps its place, or ''; of an unconfirmed one, of what it may replace
 --          a number below 0       'send': the number was not taken; the largest number is its opposite
---          {number, id}           'start': a later send has started, or the message was replaced; the
---                                 task id of a later one
+--          {number, id}           'start': a later send has started, or the message was replaced, and
+--                                 the number is below 0; the task id of a later one
 local now, lines, what, token = wall(), {}, ARGV[1], ARGV[2]
 
 local function begins_with(line, beginning)
@@ -153,8 +154,9 @@ if what == 'start' then
   number = tonumber(ARGV[3])
   if started > number then
     return {started, id}
-  elseif number > low and number <= replaced and number ~= stays and number ~= started then
-    return {replaced, later}
+  elseif ARGV[6] ~= 'anyway' and number > low and number <= replaced
+      and number ~= stays and number ~= started then
+    return {-replaced, later}
   end
   largest, started, id = math.max(largest, number), number, ARGV[4]
   keep_order(ARGV[5])
