@@ -32,7 +32,11 @@ from tests.conftest import NODE_TIMEOUT, Nodes, eventually, trust_nodes
 from tests.integration import admin_site
 from tests.integration.conftest import ROOT
 
-pytestmark = [pytest.mark.xdist_group("django_admin"), pytest.mark.usefixtures("process_as_before")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.xdist_group("django_admin"),
+    pytest.mark.usefixtures("process_as_before"),
+]
 LOCKS = "/admin/celery_redlock/locks/"
 TASK = "4c8f3226-0d5e-4a8e-9b55-2b1f0a6c7d11"
 RUN = f"{TASK}:shop.take:0:0 celery@web1"

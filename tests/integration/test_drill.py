@@ -27,6 +27,7 @@ from tests.integration.conftest import ROOT, virtual_host
 from tests.integration.test_command import run_of as run_of
 from tests.integration.test_command import schema_of
 
+pytestmark = pytest.mark.slow
 SHOP = """
 from celery import Celery
 from celery_redlock import LockedTask
