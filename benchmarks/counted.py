@@ -11,9 +11,10 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib
+import itertools
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from celery import Celery
 from kombu.asynchronous import get_event_loop
@@ -22,6 +23,7 @@ from celery_redlock import LockedTask, Redlock
 from celery_redlock.lock.transport import nodes as nodes_of_a_process
 
 QUEUE = "counted"
+SENT = "sent"  # the queue of the unique sends, which nobody reads
 PLAIN = "plain"
 LOCKED = "locked"
 MARK = "mark"
@@ -33,7 +35,8 @@ PATIENCE = 600.0  # s
 TTL = 7200.0  # s
 TURNS = 0  # descriptor of a socket
 DONE = GO = b"."
-UNCOUNTED = 2  # pairs, or tasks, before a part that counts
+UNCOUNTED = 2  # pairs, sends or tasks, before a part that counts
+FIRST_NUMBER = 10**6  # of a send: all have as many digits
 IMPORTED = ("celery.apps.worker", "celery.bin.celery", "kombu.transport.redis")  # by a worker
 
 
@@ -86,21 +89,46 @@ def yield_always() -> None:
 
 
 def pairs(urls: Sequence[str], count: int) -> None:
-    """Acquire and release a lock, once in each part: one that fills caches, then those that count.
+    """Acquire and release a lock, once in each part.
 
     The replies of the nodes are there, or are waited for: in one pair less often than in several.
     """
     with Redlock(urls, node_timeout=PATIENCE, max_ttl=TTL) as redlock:
         redlock.trust()
         lock = redlock.lock("x", ttl=TTL, wait=PATIENCE)
-        for _ in range(1 + count):
-            mark()
-            for number in range(UNCOUNTED + 1):
-                if number == UNCOUNTED:
-                    begin()
-                lock.acquire()
-                lock.release()
+
+        def pair() -> None:
+            lock.acquire()
+            lock.release()
+
+        in_parts(pair, count)
+
+
+def in_parts(work: Callable[[], object], count: int) -> None:
+    """Do some work once in each part: one that fills caches, then so many that count."""
+    for _ in range(1 + count):
         mark()
+        for number in range(UNCOUNTED + 1):
+            if number == UNCOUNTED:
+                begin()
+            work()
+    mark()
+
+
+def sends(urls: Sequence[str], broker: str, count: int) -> None:
+    """Send a task with `unique_for`, each time with another key, as `pairs` acquires a lock."""
+    app = Celery("sender", broker=broker, set_as_current=False)
+    app.conf.update(
+        task_default_queue=SENT, task_ignore_result=True, redlock_nodes=list(urls),
+        redlock_node_timeout=PATIENCE, redlock_ttl=TTL, redlock_max_ttl=TTL,
+    )  # fmt: skip
+
+    def body(number: int) -> None: ...
+
+    task = app.task(name=SENT, shared=False, base=LockedTask, lock_unique_for=TTL)(body)
+    numbers = itertools.count(FIRST_NUMBER)
+    in_parts(lambda: task.delay(next(numbers)), count)
+    app.close()
 
 
 def tasks(urls: Sequence[str], broker: str) -> None:
@@ -134,7 +162,7 @@ def main() -> None:
     """
     parser = argparse.ArgumentParser()
     parser.add_argument("broker")
-    parser.add_argument("pairs", type=int)
+    parser.add_argument("pairs", type=int, help="parts of each kind of pairs and of sends")
     parser.add_argument("nodes", type=int, help="of the locked task")
     parser.add_argument("urls", nargs="+")
     arguments = parser.parse_args()
@@ -147,6 +175,8 @@ def main() -> None:
     wait_for_turn()
     pairs(arguments.urls[:1], arguments.pairs)
     pairs(arguments.urls, arguments.pairs)
+    sends(arguments.urls[:1], arguments.broker, arguments.pairs)
+    sends(arguments.urls, arguments.broker, arguments.pairs)
     tasks(arguments.urls[: arguments.nodes], arguments.broker)
 
 

@@ -1,9 +1,9 @@
 """Count instructions: `python -m benchmarks.instructions [--quick] [--nodes 1] OLD [NEW]`.
 
-A pair (acquire and release) on one node and on three nodes, and a task with and without a lock in a
-solo worker, over as many nodes as `--nodes` says, or three. OLD and NEW are git revisions, or
-folders that have the package; NEW is the working tree if it is left out. Valgrind's callgrind
-counts what the process executes, and not what servers do.
+A pair (acquire and release) and a unique send on one node and on three nodes, and a task with and
+without a lock in a solo worker, over as many nodes as `--nodes` says, or three. OLD and NEW are git
+revisions, or folders that have the package; NEW is the working tree if it is left out. Valgrind's
+callgrind counts what the process executes, and not what servers do.
 
 The load of the machine decides how often a process waits and wakes, and so changes a count. Hence
 the trees take turns, part by part, and the result is the median of the ratios of all turns. The
@@ -38,14 +38,16 @@ PACKAGE = "celery_redlock"
 PROGRAM = Path(counted.__file__)
 NODES = 3
 KINDS = (  # in the order in which they are counted
-    "a pair, nodes: 1", f"a pair, nodes: {NODES}", "a plain task", "a locked task",
+    "a pair, nodes: 1", f"a pair, nodes: {NODES}",
+    "a unique send, nodes: 1", f"a unique send, nodes: {NODES}",
+    "a plain task", "a locked task",
 )  # fmt: skip
-PAIRS = KINDS[:2]
+SINGLE = KINDS[:4]  # kinds of which a part has one
 BATCH = 5  # tasks of one kind in a part: few, so that most parts have no wait
 # parts of each kind of tasks
 FULL_PARTS = 24
 QUICK_PARTS = 8
-PAIR_PARTS = 3  # parts of each kind of pairs, to one of tasks
+SINGLE_PARTS = 3  # parts of each of these kinds, to one of tasks
 NEW_TREE = "."  # the working tree
 PATIENCE = 3600  # s
 AIM = 1.01
@@ -94,7 +96,7 @@ def counts(trees: Sequence[Path], count: int, batch: int, nodes: int) -> list[Pa
             urls = [node.url for node in stack.enter_context(embedded_nodes(NODES))]
             broker = stack.enter_context(EmbeddedNode())
             send(broker.url, count, batch)
-            words = [broker.url, str(PAIR_PARTS * count), str(nodes), *urls]
+            words = [broker.url, str(SINGLE_PARTS * count), str(nodes), *urls]
             folder = Path(stack.enter_context(TemporaryDirectory()))
             programs.append(Program(tree, words, folder))
             stack.callback(programs[-1].end)
@@ -119,7 +121,7 @@ def of_one(parts: Parts, batch: int) -> Mapping[str, float]:
     and then the replies of all nodes are there at once, which spares a part some reads.
     """
     return {
-        kind: quantiles(counts, method="inclusive")[0] / (1 if kind in PAIRS else batch)
+        kind: quantiles(counts, method="inclusive")[0] / (1 if kind in SINGLE else batch)
         for kind, counts in parts.items()
     }
 
@@ -129,13 +131,15 @@ def by_kind(parts: Sequence[int], count: int) -> Parts:
 
     The others are the program's start, a batch that fills caches, and the way to the next kind.
     """
-    of_pair = PAIR_PARTS * count
-    pairs = 2 * (of_pair + 2)
-    if len(parts) != 1 + pairs + 2 * (count + 1):
+    of_single = SINGLE_PARTS * count
+    singles = len(SINGLE) * (of_single + 2)
+    if len(parts) != 1 + singles + 2 * (count + 1):
         raise RuntimeError(f"{len(parts)} parts were counted, for {count} batches of each kind")
-    pair_parts = [parts[2 : 2 + of_pair], parts[of_pair + 4 : 2 * of_pair + 4]]
-    tasks = parts[1 + pairs :]
-    return dict(zip(KINDS, [*pair_parts, tasks[2::2], tasks[3::2]], strict=True))
+    single_parts = [
+        parts[first + 1 : first + 1 + of_single] for first in range(1, 1 + singles, of_single + 2)
+    ]
+    tasks = parts[1 + singles :]
+    return dict(zip(KINDS, [*single_parts, tasks[2::2], tasks[3::2]], strict=True))
 
 
 def send(broker: str, count: int, batch: int) -> None:

@@ -15,9 +15,9 @@ from kombu.asynchronous import Hub, get_event_loop, set_event_loop
 from benchmarks import counted
 from benchmarks.instructions import (
     KINDS,
-    PAIR_PARTS,
-    PAIRS,
     ROOT,
+    SINGLE,
+    SINGLE_PARTS,
     by_kind,
     of_one,
     ratio,
@@ -77,7 +77,7 @@ def test_parts_in_which_something_waited_do_not_count() -> None:
     busy = {"task": [1000, 1300, 999, 1900, 1000, 1250, 970, 1001]}
     assert of_one(calm, 5)["task"] == pytest.approx(200, rel=0.002)
     assert of_one(busy, 5)["task"] == pytest.approx(200, rel=0.002)
-    assert of_one({PAIRS[0]: calm["task"]}, 5)[PAIRS[0]] == pytest.approx(1000, rel=0.002)
+    assert of_one({SINGLE[0]: calm["task"]}, 5)[SINGLE[0]] == pytest.approx(1000, rel=0.002)
 
 
 def test_a_ratio_is_that_of_the_parts_of_the_same_turn() -> None:
@@ -101,8 +101,8 @@ def test_a_part_of_the_count_is_found_by_its_number(tmp_path: Path) -> None:
 def test_each_kind_gets_the_parts_that_are_its_batches(
     nodes: Nodes, turns: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pairs = PAIR_PARTS * COUNT
-    turns.send(counted.GO * 2 * (pairs + 2))
+    single = SINGLE_PARTS * COUNT
+    turns.send(counted.GO * len(SINGLE) * (single + 2))
     urls = [node.url for node in nodes]
     done = ["start"]
 
@@ -111,9 +111,12 @@ def test_each_kind_gets_the_parts_that_are_its_batches(
         return (0.0, 0.0, 0.0)
 
     monkeypatch.setattr(os, "getloadavg", end_part)
-    for size in (1, 3):
-        counted.pairs(urls[:size], pairs)
-        done[-pairs - 2 : -1] = [f"first {size}", *[f"pair {size}"] * pairs]
+    for kind, size in (("pair", 1), ("pair", 3), ("send", 1), ("send", 3)):
+        if kind == "pair":
+            counted.pairs(urls[:size], single)
+        else:
+            counted.sends(urls[:size], urls[0], single)
+        done[-single - 2 : -1] = [f"first {kind} {size}", *[f"{kind} {size}"] * single]
     send(urls[0], COUNT, BATCH)
     with nodes[0].client() as client:
         waiting = [json.loads(raw)["headers"] for raw in client.lrange(counted.QUEUE, 0, -1)]
@@ -126,10 +129,11 @@ def test_each_kind_gets_the_parts_that_are_its_batches(
     ] * (1 + COUNT)
     parts = [*done, *(batch.split()[0] for batch in batches)]
     numbered = by_kind(range(len(parts)), COUNT)
+    singles = [[name] * single for name in ("pair 1", "pair 3", "send 1", "send 3")]
     assert {kind: [parts[place] for place in places] for kind, places in numbered.items()} == dict(
-        zip(KINDS, (["pair 1"] * 6, ["pair 3"] * 6, ["plain"] * 2, ["locked"] * 2), strict=True)
+        zip(KINDS, (*singles, ["plain"] * 2, ["locked"] * 2), strict=True)
     )
-    with pytest.raises(RuntimeError, match="23 parts were counted, for 3 batches"):
+    with pytest.raises(RuntimeError, match="39 parts were counted, for 3 batches"):
         by_kind(range(len(parts)), COUNT + 1)
 
 
