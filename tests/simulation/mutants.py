@@ -46,9 +46,8 @@ from celery_redlock.lock.server.requests import (
 from celery_redlock.lock.server.restart_guard import RestartGuard
 from celery_redlock.lock.server.tenures import Tenures
 from celery_redlock.lock.transport.command import IGNORE_REPLY, Command, Round, Script
-from celery_redlock.tasks.unique import rounds as claim_rounds
 from celery_redlock.tasks.unique.claim import Claim
-from celery_redlock.tasks.unique.rounds import ClaimRound, EarlierSend, change_command
+from celery_redlock.tasks.unique.rounds import ClaimRound, EarlierSend, PlainRequests
 from celery_redlock.tasks.unique.start import RunStart
 from tests.simulation import faults as faults_module
 from tests.simulation.clients import Clock, here, patched
@@ -688,12 +687,14 @@ def marked_before_it_is_published() -> Iterator[None]:
 @mutant("due_runs", profile="sends")
 def a_claim_until_its_body_starts() -> Iterator[None]:
     """The claim of a debounced send lasts for longer than until its run is due."""
+    claim = PlainRequests.claim
 
-    def lasting(*what: Any, **how: Any) -> Any:
-        terms = ["100000" if word.isdecimal() else word for word in what[4:]]
-        return change_command(*what[:4], *terms, **how)
+    def lasting(
+        self: PlainRequests, earlier: Any, value: str, times: tuple[float, float], round_: Any
+    ) -> Any:
+        return claim(self, earlier, value, (100.0, 100.0), round_)
 
-    with patched(claim_rounds, change_command=lasting):
+    with patched(PlainRequests, claim=lasting):
         yield
 
 

@@ -37,7 +37,6 @@ from celery_redlock.tasks.unique.rounds import (
     KeptMessage,
     PlainRequests,
     Predecessors,
-    milliseconds,
 )
 
 logger = logging.getLogger(__name__)
@@ -188,6 +187,9 @@ class Claim:
         replaced = None
         self._begin_attempt()
         round_ = self._ask()
+        if self._debounce is None and round_.has_quorum:  # most sends
+            self.message_token = self._message_token(None)
+            return False
         earlier = round_.agreed_send
         if self._debounce is not None:
             self.duration = self._until_due(0.0 if earlier is None else earlier.age)
@@ -251,12 +253,13 @@ class Claim:
         sent = session.clock.now()
         self._rounds.append(round_)
         value = self._value(SENDING) if value is None else value
-        times = milliseconds(self.duration), milliseconds(self._sending_ttl)
-        command = self._requests.claim(earlier, value, times, round_)
-        session.nodes.broadcast(command, sent)
-        session.nodes.wait(round_, sent + session.options.node_timeout)
-        session.nodes.wait_for_connects(round_, sent)
-        round_.decided = True
+        times = self.duration, self._sending_ttl
+        nodes = session.nodes
+        nodes.broadcast(self._requests.claim(earlier, value, times, round_), sent)
+        nodes.wait(round_, sent + nodes.timeout)
+        if not round_.decided:
+            nodes.wait_for_connects(round_, sent)
+            round_.decided = True
         session.check_distinct()
         return round_
 
@@ -273,31 +276,32 @@ class Claim:
         not made anew: its run may be over, and later sends would be dropped for that run.
         """
         session = self._session
-        nodes = self._session.nodes
-        all_nodes = set(range(len(nodes.all)))
-        pending_nodes = all_nodes - self._changed
-        if pending_nodes:
-            nodes.read([nodes.all[node] for node in pending_nodes])  # replies that came meanwhile
-            pending_nodes = all_nodes - self._changed
+        nodes = session.nodes
+        changed = self._changed
+        if len(changed) < len(nodes.all):
+            nodes.read([node for node in nodes.all if node.index not in changed])
+            changed = self._changed  # with the replies that came meanwhile
         now = session.clock.now()
-        duration = milliseconds(self.duration)
-        confirmed = self._requests.sent(self._value(SENT), duration, self._predecessors)
-        deleted = confirmed
-        if pending_nodes:
+        confirmed = self._requests.sent(self._value(SENT), self.duration, self._predecessors)
+        if len(changed) == len(nodes.all):
+            nodes.broadcast(confirmed, now)
+        else:
             deleted = self._requests.release(restores_earlier=False).command(IGNORE_REPLY)
-        for node in all_nodes:
-            nodes.send_to(node, deleted if node in pending_nodes else confirmed, now)
+            for node in range(len(nodes.all)):
+                nodes.send_to(node, confirmed if node in changed else deleted, now)
         if self.message_token is not None:
             self.message_token.mark_superseded(session, self.run_id.name, self.run_id.task_id)
-        session.watchdog.run_maintenance_by(now + session.options.node_timeout)
-        return (
-            now < self._attempt_began_at + self._sending_ttl or self._sending_ttl == self.duration
-        )
+        session.watchdog.run_maintenance_by(now + nodes.timeout)
+        sending_ttl = self._sending_ttl
+        return now < self._attempt_began_at + sending_ttl or sending_ttl == self.duration
 
     @property
     def _changed(self) -> set[int]:
         """The nodes that have this send's value by now."""
-        return set[int]().union(*(round_.changed_nodes for round_ in self._rounds))
+        rounds = self._rounds
+        if len(rounds) == 1:  # of most sends
+            return rounds[0].changed_nodes
+        return set[int]().union(*(round_.changed_nodes for round_ in rounds))
 
     @uninterruptible
     def give_up(self) -> None:

@@ -106,14 +106,16 @@ class OrderRequests:
         self._largest = max(self._largest, largest)
 
     def claim(
-        self, earlier: EarlierSend | None, value: str, times: tuple[str, str], round_: ClaimRound
-    ) -> Command:
+        self, earlier: EarlierSend | None, value: str, times: tuple[float, float],
+        round_: ClaimRound,
+    ) -> Command:  # fmt: skip
         """Return the request for the place. value: "" to take the number alone."""
         expected, number = ("", 0) if earlier is None else (earlier.token, earlier.number)
-        words = "send", expected, value, str(self.number), times[1], self._kept_for, str(number)
+        sending_ttl = milliseconds(times[1])
+        words = "send", expected, value, str(self.number), sending_ttl, self._kept_for, str(number)
         return newest_command(self._session, self._name, *words, handler=round_)
 
-    def sent(self, value: str, duration: str, before: Predecessors) -> Command:
+    def sent(self, value: str, duration: float, before: Predecessors) -> Command:
         replaced = before.replaced
         burst = ("0", "", "0")
         if replaced is not None:
@@ -123,7 +125,7 @@ class OrderRequests:
             "sent",
             self._token,
             value,
-            duration,
+            milliseconds(duration),
             *burst,
             *kept,
             EarlierSend.of(value, 0.0).task_id,

@@ -5,6 +5,7 @@ Not here: the steps of one send, which begin these rounds and find a duplicate (
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from dataclasses import dataclass, replace
@@ -26,12 +27,20 @@ from celery_redlock.lock.transport.command import (
     Handler,
     Round,
     UnexpectedReplyError,
+    encode_bulk,
+    encode_text,
     text_of,
 )
 from celery_redlock.lock.transport.nodes import Nodes
 
 _NUMBER = re.compile(r" \d+\Z")
 RELEASE_RETRY_TIME = 60.0  # seconds for which a release is repeated to a node that is away
+# the requests of most sends, as `change_command` makes them: of key, value and two times; of key,
+# token and value
+_PACKED_EMPTY = encode_bulk(b"")
+_SCRIPT = b"*8\r\n" + UNIQUE.by_digest + encode_bulk(b"1")
+_CLAIM = _SCRIPT + b"%b" + _PACKED_EMPTY + b"%b%b%b"
+_CONFIRM = _SCRIPT + b"%b%b%b" + _PACKED_EMPTY + _PACKED_EMPTY
 
 
 def change_command(
@@ -119,6 +128,7 @@ class ClaimRound(Round):
     """
 
     __slots__ = (
+        "_changed_nodes",
         "_errors_by_node",
         "_nodes",
         "_repeated_nodes",
@@ -133,8 +143,9 @@ class ClaimRound(Round):
         self.wake = None
         self.wanted = True
         self._nodes = nodes
-        self._repeated_nodes = set[int]()
-        self._errors_by_node = dict[int, NodeError]()
+        self._repeated_nodes: set[int] = set()
+        self._errors_by_node: dict[int, NodeError] = {}
+        self._changed_nodes: set[int] = set()
         # by node, as of `read_reply`; None: it failed. Another thread may add a late reply
         self._replies: dict[int, EarlierSend | bool | None] = {}
 
@@ -142,6 +153,10 @@ class ClaimRound(Round):
         """Count the reply of a node. Raises UnexpectedReplyError."""
         if type(reply) is hiredis.ReplyError:
             self._fail(node, NodeError("", strip_args(str(reply))))
+        elif reply == 1 and type(reply) is int:  # most replies
+            self._replies[node] = True
+            self._changed_nodes.add(node)
+            self._decide_if_clear()
         else:
             self._replies[node] = self.read_reply(reply)
             self._decide_if_clear()
@@ -166,12 +181,17 @@ class ClaimRound(Round):
         """Decide once no missing reply can change whether a quorum agrees, and on what."""
         if self.decided:
             return
+        if self.has_quorum:
+            self.decide()
+            return
         count = len(self._nodes.all)
-        quorum = self._nodes.quorum
         reply_count = len(self._replies)
         missing_count = count - reply_count
+        if missing_count and reply_count == len(self._changed_nodes):
+            return  # so far they agree
+        quorum = self._nodes.quorum
         failed_count = reply_count - self.voted
-        is_clear = self.has_quorum or not missing_count or failed_count > count - quorum
+        is_clear = not missing_count or failed_count > count - quorum
         if not (is_clear or self._waits_for_ages) and (agreed := self.agreed_send) is not None:
             sent_count = sum(send.is_sent for send in self.earlier_sends.values())
             is_clear = agreed.is_sent or sent_count + missing_count < quorum
@@ -180,8 +200,8 @@ class ClaimRound(Round):
 
     @property
     def changed_nodes(self) -> set[int]:
-        """The nodes that have the new value."""
-        return {node for node, reply in self._replies.copy().items() if reply is True}
+        """A copy of the nodes that have the new value: another thread may add one."""
+        return self._changed_nodes.copy()
 
     @property
     def earlier_sends(self) -> dict[int, EarlierSend]:
@@ -204,7 +224,7 @@ class ClaimRound(Round):
 
     @property
     def has_quorum(self) -> bool:
-        return len(self.changed_nodes) >= self._nodes.quorum
+        return len(self._changed_nodes) >= self._nodes.quorum
 
     @property
     def agreed_send(self) -> EarlierSend | None:
@@ -316,8 +336,8 @@ class ClaimRequests(Protocol):
     """What one send asks of the nodes. number: of the try in an order; 0 without one.
 
     A try begins with `begin`, and asks by `claim` in a `new_round`. earlier: the send that it is to
-    replace. times: the ms of the claim, and those without a confirmation. The send is confirmed by
-    `sent`, and given up by `release`.
+    replace. times: the seconds of the claim, and those without a confirmation. The send is
+    confirmed by `sent`, and given up by `release`.
     """
 
     number: int
@@ -327,10 +347,11 @@ class ClaimRequests(Protocol):
     def new_round(self, earlier: EarlierSend | None) -> ClaimRound: ...
 
     def claim(
-        self, earlier: EarlierSend | None, value: str, times: tuple[str, str], round_: ClaimRound
-    ) -> Command: ...
+        self, earlier: EarlierSend | None, value: str, times: tuple[float, float],
+        round_: ClaimRound,
+    ) -> Command: ...  # fmt: skip
 
-    def sent(self, value: str, duration: str, before: Predecessors) -> Command: ...
+    def sent(self, value: str, duration: float, before: Predecessors) -> Command: ...
 
     def release(self, *, restores_earlier: bool) -> ClaimRelease: ...
 
@@ -346,6 +367,7 @@ class PlainRequests:
     def __init__(self, session: Session, name: str, *, waits_for_ages: bool) -> None:
         self._session = session
         self._name = name
+        self._packed_key = encode_text(unique_key(session.options.prefix, name))
         self._waits_for_ages = waits_for_ages
         self._token = ""
 
@@ -357,14 +379,22 @@ class PlainRequests:
         return ClaimRound(self._session.nodes, waits_for_ages=waits_for_ages)
 
     def claim(
-        self, earlier: EarlierSend | None, value: str, times: tuple[str, str], round_: ClaimRound
-    ) -> Command:
-        expected = "" if earlier is None else earlier.token
-        words = times if earlier is None else (*times, milliseconds(earlier.age))
-        return change_command(self._session, self._name, expected, value, *words, handler=round_)
+        self, earlier: EarlierSend | None, value: str, times: tuple[float, float],
+        round_: ClaimRound,
+    ) -> Command:  # fmt: skip
+        duration, sending_ttl = times
+        if earlier is None:
+            packed_times = _packed_milliseconds(duration), _packed_milliseconds(sending_ttl)
+            request = _CLAIM % (self._packed_key, encode_text(value), *packed_times)
+            return Command(request, round_, UNIQUE)
+        words = map(milliseconds, (duration, sending_ttl, earlier.age))
+        return change_command(
+            self._session, self._name, earlier.token, value, *words, handler=round_
+        )
 
-    def sent(self, value: str, duration: str, before: Predecessors) -> Command:
-        return change_command(self._session, self._name, self._token, value, "", "")
+    def sent(self, value: str, duration: float, before: Predecessors) -> Command:
+        request = _CONFIRM % (self._packed_key, encode_text(self._token), encode_text(value))
+        return Command(request, IGNORE_REPLY, UNIQUE)
 
     def release(self, *, restores_earlier: bool) -> ClaimRelease:
         return ClaimRelease(
@@ -375,3 +405,8 @@ class PlainRequests:
 def milliseconds(seconds: float) -> str:
     """Return a time as an argument of a script."""
     return str(max(1, int(seconds * 1000)))
+
+
+@functools.lru_cache(maxsize=64)  # a program has few of them, and each send asks
+def _packed_milliseconds(seconds: float) -> bytes:
+    return encode_text(milliseconds(seconds))
