@@ -70,10 +70,11 @@ def publish_or_drop(
     send: publishes it. options: its keywords, which are changed. Returns and raises what
     `LockedTask.apply_async` does.
     """
-    call_options = checked_options(config_of(task), options)
+    config = config_of(task)
+    call_options = checked_options(config, options)
     unique_options = None
-    if not is_awaited(options):
-        unique_options = _unique(task, args, kwargs, options, call_options)
+    if not is_awaited(options) and _may_be_unique(config, call_options):
+        unique_options = _unique(task, config, args, kwargs, options, call_options)
     options["task_id"] = options.get("task_id") or str(uuid4())
     if call_options:
         write_header(options, call_options)
@@ -86,12 +87,10 @@ def publish_or_drop(
 
 
 def _unique(
-    task: Any, args: Any, kwargs: Any, options: dict[str, Any], call_options: Mapping[str, Any]
-) -> tuple[tuple[str, ...], TaskLockOptions] | None:
+    task: Any, config: TaskLockConfig, args: Any, kwargs: Any, options: dict[str, Any],
+    call_options: Mapping[str, Any],
+) -> tuple[tuple[str, ...], TaskLockOptions] | None:  # fmt: skip
     """Return resources and options of a send that is to be deduplicated, else None."""
-    config = config_of(task)
-    if not _may_be_unique(config, call_options):
-        return None
     queue: str | None = ""
     names_queue = config.may_name_queue(call_options)
     if config.app.queues or names_queue:

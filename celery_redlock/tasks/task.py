@@ -206,7 +206,9 @@ class LockedTask(Task):
             check_outside(options)
             if not config.app.nodes and config.may_lock:
                 per_app.redlock_of(self.app)  # raises, unless a setting names nodes by now
-            if self.app.conf.task_always_eager:
+            # Celery's settings are slow to read, and without any of these nothing can be wrong
+            may_be_wrong = options or config.app.queues or self.expires is not None
+            if may_be_wrong and self.app.conf.task_always_eager:
                 check_send(self, options)
             elif "lock" in options:  # early: another class may send later
                 checked_options(config, dict(options))

@@ -126,8 +126,12 @@ class TaskLockConfig:
 
     def may_name_queue(self, call: Mapping[str, Any]) -> bool:
         """Return whether a key depends on the queue. call: unchecked."""
-        keys = [level.get("key") for level in (self.app.options, self.options, call)]
-        return any(not callable(key) and _NAMES_QUEUE.search(repr(key)) for key in keys)
+        return self._names_queue or ("key" in call and _names_queue(call["key"]))
+
+    @functools.cached_property
+    def _names_queue(self) -> bool:
+        """As `may_name_queue`, whatever a call says."""
+        return any(_names_queue(level.get("key")) for level in (self.app.options, self.options))
 
     @functools.cached_property
     def task_options(self) -> Mapping[str, Any]:
@@ -412,6 +416,10 @@ class TaskLockConfig:
         if len(text) > MAX_NAME_BYTES // 4 and is_too_long(text):  # else it need not be encoded
             raise self.source("key").wrong(template, f"{_TOO_LONG}; these arguments give more")
         return text
+
+
+def _names_queue(key: Any) -> bool:
+    return not callable(key) and _NAMES_QUEUE.search(repr(key)) is not None
 
 
 def compile_config(

@@ -30,6 +30,7 @@ from celery_redlock.tasks.delivery.header import HEADER, LockHeader, is_moment
 from celery_redlock.tasks.per_app import redlock_of
 from celery_redlock.tasks.settings.options import NEWEST, TaskLockOptions
 from celery_redlock.tasks.unique.rounds import (
+    NO_PREDECESSORS,
     ClaimRelease,
     ClaimRequests,
     ClaimRound,
@@ -73,6 +74,7 @@ class Claim:
         self._session = session
         self.name = name
         self.run_id = run_id
+        self._run_text = str(run_id)
         self._options = options
         self._late_delivery = late_delivery
         self._debounce = options.debounce
@@ -81,7 +83,7 @@ class Claim:
         self._token = ""  # the value on the nodes begins with it
         self._attempt_began_at = 0.0
         self._rounds: list[ClaimRound] = []  # of the token in use
-        self._predecessors = Predecessors()
+        self._predecessors = NO_PREDECESSORS
         self._is_ordered = options.on_duplicate == NEWEST
         self._requests: ClaimRequests
         if self._is_ordered:
@@ -217,7 +219,7 @@ class Claim:
         self._token = self._session.platform.new_token()
         self._rounds = []
         self._attempt_began_at = self._session.clock.now()
-        self._predecessors = Predecessors()
+        self._predecessors = NO_PREDECESSORS
         self._requests.begin(self._token)
 
     def _message_token(self, replaced: EarlierSend | None) -> ClaimToken:
@@ -264,7 +266,7 @@ class Claim:
         return round_
 
     def _value(self, state: str) -> str:
-        return f"{self._token}:{state}:{self.run_id}"
+        return f"{self._token}:{state}:{self._run_text}"
 
     @uninterruptible
     def confirm(self) -> bool:

@@ -105,6 +105,9 @@ class Predecessors:
     kept: KeptMessage = NONE_KEPT
 
 
+NO_PREDECESSORS = Predecessors()
+
+
 def read_reply(reply: Any) -> EarlierSend | bool:
     """Return whether a node has changed the key, or the earlier send that it has instead."""
     if type(reply) is int and reply in (0, 1):

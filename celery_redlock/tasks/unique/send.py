@@ -5,11 +5,10 @@ Not here: how a unique send claims its key (`claim.py`).
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from datetime import datetime
 from typing import Any, TypeVar, cast
@@ -46,6 +45,7 @@ from celery_redlock_entry import without_proxy
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+# the ids of the messages that this thread or greenlet publishes for a claim; None without one
 _published: ContextVar[list[object] | None] = ContextVar("published", default=None)
 _checked_task_names: set[Any] = set()  # names of tasks that this process has sent
 AWAITED_OPTIONS = ("task_id", "link", "link_error", "chord", "group_id")
@@ -128,8 +128,12 @@ def send_claimed(
             add_to_header(options, deferral=deferral)
         if token is not None:
             add_to_header(options, unique=token.to_message())
-        with noting_published() as published:
+        published: list[object] = []
+        context_token = _published.set(published)
+        try:
             result = publish(**options)
+        finally:
+            _published.reset(context_token)
         if options["task_id"] not in published:
             raise _NotPublishedError(result)
         return result
@@ -174,17 +178,6 @@ class _NotPublishedError(Exception):
     def __init__(self, result: object) -> None:
         super().__init__(result)
         self.result = result
-
-
-@contextlib.contextmanager
-def noting_published() -> Iterator[list[object]]:
-    """Give the ids of the messages that this thread or greenlet publishes meanwhile."""
-    published: list[object] = []
-    context_token = _published.set(published)
-    try:
-        yield published
-    finally:
-        _published.reset(context_token)
 
 
 def warn_unchecked(task_name: str, reason: str, task_id: str = "") -> None:
