@@ -1,7 +1,8 @@
 """Send a task with and without deduplication: `python -m benchmarks.send [--quick]`.
 
 One process sends to one Valkey that no worker empties but this one between the batches. All senders
-take turns in short batches within one run.
+take turns in short batches within one run. Told are the time of a send, and the processor time of
+the process.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import importlib
 import itertools
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import Any
 
 from celery import Celery, Task
@@ -31,6 +32,7 @@ PLAIN = "plain"
 LOCKED = "locked"
 AIM_LOCKED = 1.05
 AIM_THEIRS = 1.0
+AIMS_CPU = {1: 1.15, 3: 1.4}  # by the number of nodes, to the processor time of celery-singleton
 
 Send = Callable[[int], object]  # one message, of this number
 
@@ -44,8 +46,8 @@ def main() -> None:
         broker = stack.enter_context(EmbeddedNode())
         nodes = stack.enter_context(embedded_nodes(max(SIZES)))
         senders = senders_of(broker, [node.url for node in nodes])
-        times = run(senders, broker, nodes, QUICK_ROTATIONS if quick else FULL_ROTATIONS)
-    print(report(times, senders))
+        costs = run(senders, broker, nodes, QUICK_ROTATIONS if quick else FULL_ROTATIONS)
+    print(report(*costs, senders))
 
 
 def senders_of(broker: EmbeddedNode, urls: Sequence[str]) -> dict[str, Send]:
@@ -101,41 +103,52 @@ def celery_singleton(broker: EmbeddedNode, url: str) -> Task:
 
 def run(
     senders: dict[str, Send], broker: EmbeddedNode, nodes: Sequence[EmbeddedNode], count: int
-) -> Times[str]:
-    """Return the seconds of one send, for each sender in each of so many rotations."""
+) -> tuple[Times[str], Times[str]]:
+    """Return the seconds of one send, for each sender in each of so many rotations.
+
+    The second result has the processor time.
+    """
     times: Times[str] = Times()
+    cpu_times: Times[str] = Times()
     numbers = itertools.count()
     for sender in senders.values():
         sender(next(numbers))  # connections
     gc.disable()
     for order in rotations(senders, count):
         rotation = {}
+        cpu_rotation = {}
         for name in order:
             gc.collect()
-            rotation[name] = batch(senders[name], numbers)
+            rotation[name], cpu_rotation[name] = batch(senders[name], numbers)
             broker.client().flushall()
         times.add(rotation)
+        cpu_times.add(cpu_rotation)
         for node in nodes:
             node.client().flushall()
     gc.enable()
-    return times
+    return times, cpu_times
 
 
-def batch(send: Send, numbers: itertools.count[int]) -> float:
-    """Return the mean seconds of one send, each of other arguments."""
+def batch(send: Send, numbers: itertools.count[int]) -> tuple[float, float]:
+    """Return the mean seconds of one send, each of other arguments, and those of the processor."""
     batch_numbers = list(itertools.islice(numbers, BATCH))
     started = perf_counter()
+    cpu_started = process_time()
     for number in batch_numbers:
         send(number)
-    return (perf_counter() - started) / BATCH
+    cpu_seconds = process_time() - cpu_started
+    return (perf_counter() - started) / BATCH, cpu_seconds / BATCH
 
 
-def report(times: Times[str], senders: Sequence[str] | dict[str, Send]) -> str:
+def report(
+    times: Times[str], cpu_times: Times[str], senders: Sequence[str] | dict[str, Send]
+) -> str:
     """Return the table and the aims."""
     rows = [
-        [name, f"{times.p50(name) * 1e6:.0f}", f"{times.ratio(name, PLAIN):.2f}"]
+        [name, *(f"{of.p50(name) * 1e6:.0f}" for of in (times, cpu_times)),
+         *(f"{of.ratio(name, PLAIN):.2f}" for of in (times, cpu_times))]
         for name in senders
-    ]
+    ]  # fmt: skip
     other_names = [name for name in senders if name.startswith("celery-")]
     aims = [Aim("locked, not deduplicated / plain", times.ratio(LOCKED, PLAIN), AIM_LOCKED)]
     aims += [
@@ -143,7 +156,13 @@ def report(times: Times[str], senders: Sequence[str] | dict[str, Send]) -> str:
         for name in other_names
         for size in SIZES[:2]
     ]
-    head = ["a send", "us", "to plain"]
+    aims += [
+        Aim(f"CPU, nodes: {size} / {name}", cpu_times.ratio(ours(size), name), bound)
+        for name in other_names
+        if name.startswith("celery-singleton")
+        for size, bound in AIMS_CPU.items()
+    ]
+    head = ["a send", "us", "CPU us", "to plain", "CPU to plain"]
     return f"{table(head, rows, left=1)}\n\n{against(aims)}"
 
 

@@ -335,7 +335,7 @@ def carry_options(
         _warn_if_not_adopted(sender)
     published = _published.get()
     if published is not None:
-        published.append(body.get("id") if isinstance(body, Mapping) else headers.get("id"))
+        published.append(headers.get("id") if isinstance(body, tuple) else body.get("id"))
     if properties and "lock" in properties:
         _put_options(sender, properties.pop("lock"), headers)
     args, embedded = (body[0], body[2]) if isinstance(body, tuple) else (body.get("args"), body)
