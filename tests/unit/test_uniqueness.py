@@ -59,6 +59,29 @@ def test_an_eager_send_is_refused_for_what_contradicts_its_debounce(wrong: dict[
         index.apply_async((1,), **wrong)
 
 
+def test_an_eager_send_is_refused_for_what_its_task_says() -> None:
+    app = Celery("unit", broker="memory://", set_as_current=False)
+    app.conf.update(task_always_eager=True, redlock_nodes=["redis://127.0.0.1:1"])
+
+    @app.task(base=LockedTask, lock_debounce=5, expires=3, shared=False)
+    def index(order: int) -> None: ...
+
+    with pytest.raises(SettingsError, match="call: expires=3"):
+        index.delay(1)
+
+
+def test_an_eager_send_is_refused_for_what_its_queue_says() -> None:
+    app = Celery("unit", broker="memory://", set_as_current=False)
+    app.conf.update(task_always_eager=True, redlock_nodes=["redis://127.0.0.1:1"])
+    app.conf.redlock_queues = {"celery": {"on_duplicate": "newest"}}
+
+    @app.task(base=LockedTask, lock_debounce=5, shared=False)
+    def index(order: int) -> None: ...
+
+    with pytest.raises(SettingsError, match="in queue 'celery'"):
+        index.delay(1)
+
+
 @pytest.mark.parametrize("wrong", [{"countdown": 5}, {"eta": "2030-01-01"}])
 def test_a_send_that_replaces_the_queued_one_has_no_time_of_its_own(wrong: dict[str, Any]) -> None:
     app = Celery("unit", broker="memory://", set_as_current=False)
