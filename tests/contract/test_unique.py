@@ -45,7 +45,7 @@ from celery_redlock.tasks.unique.rounds import EarlierSend
 from celery_redlock.tasks.unique.send import add_to_header, unique_name
 from celery_redlock.testing import EmbeddedNode
 from tests.conftest import NODE_TIMEOUT, PATIENCE, Nodes, eventually, paused, settle
-from tests.contract.conftest import MAJORITY, REDIS_SERVER, at_once, quorum_of
+from tests.contract.conftest import MAJORITY, REDIS_SERVER, at_once, in_child, quorum_of
 from tests.contract.proxy import FAIR, Way, Weather, proxies
 
 NAME = "shop.settle:7"
@@ -304,6 +304,19 @@ class TestSendersThatDie:
             node.client().delete(KEY)  # as at its end
         sent = sender.send()
         assert list(sender.published) == [sent]
+
+    def test_a_process_that_ends_right_after_its_send_has_confirmed_it(
+        self, redlock: Redlock, sender: Sender
+    ) -> None:
+        """Its message is there, and no code of its process runs any more."""
+
+        def publish(token: ClaimToken | None) -> bool:
+            settle_voters(redlock)
+            return token is not None
+
+        in_child(lambda: a_claim(redlock).send(publish))
+        sender.send()
+        assert not sender.published
 
     @REDIS_SERVER
     def test_it_is_not_taken_for_an_earlier_send(

@@ -272,6 +272,10 @@ class Claim:
     def confirm(self) -> bool:
         """Set the value to "sent" on the nodes: the message is published. Does not wait.
 
+        It is written before the send returns. A later write, together with those of other sends,
+        would cost less, but a process may be killed as soon as its send has returned: its message
+        is there, and later sends would not be dropped for it.
+
         A node that has not replied yet is told to delete the value instead. Otherwise it could
         execute both requests after the release of the key, and name a run that is over.
         Return False if the claim expired before, so that the nodes do not remember the send. It is
