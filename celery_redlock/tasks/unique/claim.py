@@ -272,9 +272,8 @@ class Claim:
     def confirm(self) -> bool:
         """Set the value to "sent" on the nodes: the message is published. Does not wait.
 
-        It is written before the send returns. A later write, together with those of other sends,
-        would cost less, but a process may be killed as soon as its send has returned: its message
-        is there, and later sends would not be dropped for it.
+        Not put off until those of other sends are written, because this process may be killed once
+        the send has returned. Its message is there, and later sends are duplicates of it.
 
         A node that has not replied yet is told to delete the value instead. Otherwise it could
         execute both requests after the release of the key, and name a run that is over.
@@ -283,31 +282,28 @@ class Claim:
         """
         session = self._session
         nodes = session.nodes
+        if len(self._changed) < len(nodes.all):  # read the replies that came meanwhile
+            nodes.read([node for node in nodes.all if node.index not in self._changed])
         changed = self._changed
-        if len(changed) < len(nodes.all):
-            nodes.read([node for node in nodes.all if node.index not in changed])
-            changed = self._changed  # with the replies that came meanwhile
         now = session.clock.now()
         confirmed = self._requests.sent(self._value(SENT), self.duration, self._predecessors)
         if len(changed) == len(nodes.all):
             nodes.broadcast(confirmed, now)
         else:
             deleted = self._requests.release(restores_earlier=False).command(IGNORE_REPLY)
-            for node in range(len(nodes.all)):
-                nodes.send_to(node, confirmed if node in changed else deleted, now)
+            for index in range(len(nodes.all)):
+                nodes.send_to(index, confirmed if index in changed else deleted, now)
         if self.message_token is not None:
             self.message_token.mark_superseded(session, self.run_id.name, self.run_id.task_id)
         session.watchdog.run_maintenance_by(now + nodes.timeout)
-        sending_ttl = self._sending_ttl
-        return now < self._attempt_began_at + sending_ttl or sending_ttl == self.duration
+        ttl = self._sending_ttl
+        return now < self._attempt_began_at + ttl or ttl == self.duration
 
     @property
     def _changed(self) -> set[int]:
         """The nodes that have this send's value by now."""
-        rounds = self._rounds
-        if len(rounds) == 1:  # of most sends
-            return rounds[0].changed_nodes
-        return set[int]().union(*(round_.changed_nodes for round_ in rounds))
+        first, *others = self._rounds  # of most sends there are no others
+        return first.changed_nodes.union(*(round_.changed_nodes for round_ in others))
 
     @uninterruptible
     def give_up(self) -> None:
