@@ -92,6 +92,11 @@ IN_WORKERS = (
         "dispatch a message that waits in a worker's memory, which would stay there",
         "task",
     ),
+    PrivateName(
+        "celery.worker.consumer.consumer:Consumer.create_task_handler",
+        "hold a message of another release's format, which would run",
+        "...",
+    ),
 )
 IN_BEAT = (
     PrivateName(

@@ -17,7 +17,7 @@ from celery import Celery, Task
 
 from celery_redlock.errors import SettingsError
 from celery_redlock.tasks.declaration import config_of, dumped
-from celery_redlock.tasks.delivery.header import HEADER
+from celery_redlock.tasks.delivery.header import HEADER, new_header
 from celery_redlock.tasks.delivery.route import route_send, routed_queue
 from celery_redlock.tasks.settings.app import CELERY_PREFIX
 from celery_redlock.tasks.settings.call import TaskCall
@@ -144,7 +144,7 @@ def checked_options(config: TaskLockConfig, options: dict[str, Any]) -> Mapping[
 
 def write_header(options: dict[str, Any], call_options: Mapping[str, Any]) -> None:
     """Put the checked `lock` options of a call into the header of its message."""
-    header = {"options": options_to_message(call_options), "id": options["task_id"]}
+    header = new_header(options_to_message(call_options), options["task_id"])
     options["headers"] = {**(options.get("headers") or {}), HEADER: header}
 
 

@@ -90,6 +90,7 @@ class Stage:
                 state=SimpleNamespace(revoked=self.revoked, successful_requests=self.succeeded)
             ),
             apply_eta_task=self._hand_on,
+            create_task_handler=str,
             disable_rate_limits=False,
             _limit_move_to_pool=self._hand_on,
             connection_for_read=str,
@@ -698,7 +699,9 @@ def test_of_a_room_that_opens_anew_no_sweep_is_left_over(gevent_hub: Any) -> Non
     timers = pytest.importorskip("celery.concurrency.gevent")
     timer, app = timers.Timer(), SimpleNamespace(conf={})
     parent = {"initial_prefetch_count": 1, "hub": None, "pool": None}
-    names = ("apply_eta_task", "_limit_move_to_pool", "connection_for_read")
+    names = (
+        "apply_eta_task", "create_task_handler", "_limit_move_to_pool", "connection_for_read",
+    )  # fmt: skip
     consumer = Consumer(app=app, timer=timer, **parent, **dict.fromkeys(names, fail))
     room = WaitingRoom(consumer, WaitingTimes(sweep_interval=0.01))
 

@@ -68,6 +68,7 @@ class Worker:
             task_buckets=defaultdict(lambda: None),
             disable_rate_limits=False,
             apply_eta_task=str,
+            create_task_handler=str,
             _limit_move_to_pool=str,
             _limit_task=str,
             connection_for_read=str,

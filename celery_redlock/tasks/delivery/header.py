@@ -3,6 +3,9 @@
 Each part is absent until it is needed, so that a plain send with `lock=` carries its options and
 nothing else. A header that another program wrote, and a field with a wrong type or a number out of
 range, count as absent.
+
+Its format has a number, the field `format`; without that it is 1. A change that an older release
+would misread raises it.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from celery_redlock.signals import LockDeferredEvent
 from celery_redlock.tasks.delivery.route import Route
 
 HEADER = "redlock"
+FORMAT = 1  # of the header that this release reads, and writes
 DEATHS = "x-death"  # RabbitMQ's header
 DELAY_QUEUES = "celery_delayed_"  # Source: kombu.transport.native_delayed_delivery: level_name
 CLOCK_TOLERANCE = 1.0  # s by which the estimates of two processes of the nodes' time may differ
@@ -36,6 +40,23 @@ def hop_of(remaining: float, longest: float) -> float:
         if longest < remaining <= longest + 3 * CLOCK_TOLERANCE
         else min(remaining, longest)
     )
+
+
+def new_header(options: Mapping[str, Any], task_id: object) -> dict[str, Any]:
+    """Return the least that a message carries under `HEADER`. options, id: as in `LockHeader`."""
+    number = {} if FORMAT == 1 else {"format": FORMAT}
+    return {"options": options, "id": task_id, **number}
+
+
+def unknown_format(carried: object) -> int | None:
+    """Return the number of a header's format if this release cannot read it, else None.
+
+    carried: what a message has under `HEADER`.
+    """
+    if not isinstance(carried, Mapping):
+        return None
+    number = carried.get("format", 1)
+    return number if type(number) is int and number != FORMAT else None
 
 
 @dataclass(frozen=True)
@@ -134,12 +155,18 @@ class LockHeader:
 
     @classmethod
     def of(cls, request: Any) -> LockHeader:
-        """Return the header of a request, `NO_HEADER` if it has none of its own."""
+        """Return the header of a request, `NO_HEADER` if it has none of its own.
+
+        A worker holds a message whose format it does not know. A run of one that came past that,
+        as no room was there, is refused for an option that no call has.
+        """
         if HEADER not in request.__dict__ and not request.headers:  # as most messages have none
             return NO_HEADER
         carried = request.__dict__.get(HEADER)
         if carried is None and isinstance(request.headers, Mapping):  # a sender may write any type
             carried = request.headers.get(HEADER)
+        if (number := unknown_format(carried)) is not None:
+            return cls(options={"format": number})
         header = _read(cls, carried) if isinstance(carried, Mapping) else NO_HEADER
         if header.id not in (None, request.id):
             header = NO_HEADER  # inherited from a parent
@@ -175,7 +202,7 @@ class LockHeader:
 
     def to_message(self) -> dict[str, Any]:
         """Return a mapping that any serializer takes; parts that are absent are left out."""
-        carried = {"options": dict(self.options), "id": self.id, "retries": self.retries}
+        carried = {**new_header(dict(self.options), self.id), "retries": self.retries}
         for name in ("is_revoked", "is_flagged", "waits", "unique", "life", "eta"):
             if value := getattr(self, name):
                 carried[name] = value

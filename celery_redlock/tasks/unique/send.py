@@ -23,7 +23,7 @@ from celery_redlock.label import RunId
 from celery_redlock.lock.model.keys import name_of_all
 from celery_redlock.lock.validation import check_resources, check_text
 from celery_redlock.tasks.delivery.delivery import moment_of, utc_now
-from celery_redlock.tasks.delivery.header import HEADER, hop_of
+from celery_redlock.tasks.delivery.header import HEADER, hop_of, new_header
 from celery_redlock.tasks.per_app import redlock_as_set, settings_of
 from celery_redlock.tasks.settings.app import OptionSource, pattern_for
 from celery_redlock.tasks.settings.levels import (
@@ -309,7 +309,7 @@ def header_of_send(headers: Mapping[str, Any] | None, task_id: object) -> Mappin
     """Return our header of a send; a new one if the caller passed on the headers of its own run."""
     header = headers.get(HEADER) if headers else None
     if not isinstance(header, Mapping) or header.get("id") != task_id:
-        return {"options": {}, "id": task_id}
+        return new_header({}, task_id)
     return header
 
 

@@ -13,6 +13,7 @@ Read `room.py` first, from `admit_received` on, then `successor.py`.
   release.
 - `prefetch.py`: `Prefetch`, `capacity`: how many messages may wait, and the prefetch count of the
   consumer. `Prefetch._evict_last` evicts the message above the capacity that is needed last.
+- `held.py`: `HeldMessages`: messages whose format this release does not know.
 - `buckets.py`: `Buckets`: which messages wait in Celery's token buckets for a `rate_limit`.
 - `loop.py`: `EventLoop`: one event loop for kombu's hub, greenlets and timer threads. It alone
   knows how the pools of Celery differ.

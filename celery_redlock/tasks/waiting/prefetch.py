@@ -17,8 +17,9 @@ class Prefetch:
     """The prefetch count of one consumer, which follows how many messages wait here.
 
     Celery adds to it for each message that waits, without a bound. Above the capacity that is taken
-    back, and messages leave one by one. capacity: how many may wait. on_evict: gives such a message
-    to Celery; the owner sets it before the first message comes.
+    back, and messages leave one by one. capacity: how many may wait. held: how many wait whose
+    format is unknown. on_evict: gives such a message to Celery; the owner sets it before the first
+    message comes.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class Prefetch:
         self._loop.cancel(self._eviction)
         self._eviction = None
         self._excess = 0  # how many messages wait above the capacity
+        self.held = 0
 
     def update(self) -> None:
         """Take back what Celery adds for the messages above the capacity, and let those leave.
@@ -50,7 +52,8 @@ class Prefetch:
         """
         old_excess = self._excess
         qos = self._consumer.qos
-        self._excess = max(0, self._queues.waiting_for_release - self.capacity)
+        waiting = self._queues.waiting_for_release + self.held
+        self._excess = max(0, waiting - self.capacity)
         for _ in range(self._excess - old_excess):
             qos.decrement_eventually()
         for _ in range(old_excess - self._excess):

@@ -57,6 +57,7 @@ class WaitingTimes:
     longest_pause: float = 30.0  # between two looks of a head whether its lock is free
     after_lease: float = 0.25  # over which heads spread their looks after the end of a lease
     remember_refusal: float = 1.0  # for which those after a refused message wait without a try
+    hold_unknown: float = 30.0  # a message whose format is unknown, until it goes back
     asks_within: float = 1.0  # from its begin, until a run has asked for its lock
 
 
