@@ -14,12 +14,18 @@ import redis
 
 from celery_redlock.lock.engine.core import one_server
 from celery_redlock.lock.engine.session import Session
-from celery_redlock.lock.model.keys import completion_key, guard_keys
+from celery_redlock.lock.model import keys
+from celery_redlock.lock.model.keys import completion_key, format_key, guard_keys, settings_key
 from celery_redlock.lock.platform.clock import new_token
 from celery_redlock.lock.reports import NodeList, NodeStatus
 from celery_redlock.lock.server.admin import ask_each, reply_of
 from celery_redlock.lock.server.error_hints import strip_args
-from celery_redlock.lock.server.handshake import eviction_policy, is_in_cluster, read_info
+from celery_redlock.lock.server.handshake import (
+    eviction_policy,
+    is_in_cluster,
+    read_info,
+    refuse_other_format,
+)
 from celery_redlock.lock.server.requests import GRANT
 from celery_redlock.lock.server.rights import commands_tried, denied_right, trial_words
 from celery_redlock.lock.transport.command import (
@@ -62,19 +68,22 @@ def compare_shared_settings(
     """Return the nodes whose shared settings differ from this client's, by those settings.
 
     Locks are safe only among clients with the same shared settings. names: of the nodes to ask;
-    None for all. writes: whether this client writes its settings to the nodes. A node keeps the
-    settings of the last client that wrote. So after a change in all clients, each client that
-    writes warns at most once.
+    None for all. writes: whether this client writes its settings to the nodes, and the number of
+    its format where there is none. A node keeps the settings of the last client that wrote. So
+    after a change in all clients, each client that writes warns at most once.
 
     Unlike a client's connection, this query does not begin the grace period of an unused node.
     Raises SettingsError if two nodes turn out to be one server.
     """
     own_settings = shared_settings_of(session)
-    key = encoded(f"{{{session.options.prefix}}}:terms")
+    key = encoded(settings_key(session.options.prefix))
     query = ("SET", key, encoded(own_settings), "GET") if writes else ("GET", key)
+    number = "SET", encoded(format_key(session.options.prefix)), str(keys.FORMAT), "NX"
 
     def read_settings(connection: Any) -> tuple[str | None, str]:
         run_id = read_info(connection).get("run_id", "")  # first: what is written is also reported
+        if writes:
+            reply_of(connection, *number)
         reply = reply_of(connection, *query)
         return None if reply is None else read_text(reply), run_id
 
@@ -102,11 +111,13 @@ def read_nodes(session: Session) -> NodeList:
     clock = session.clock
     guard = session.options.guard
     run_key, grace_key = map(encoded, guard_keys(session.options.prefix))
+    number_key = encoded(format_key(session.options.prefix))
 
     def read_status(connection: Any) -> NodeStatus:
         pinged_at = clock.now()
         reply_of(connection, "PING")
         latency = clock.now() - pinged_at
+        refuse_other_format(reply_of(connection, "GET", number_key))
         seconds, microseconds = map(int, read_list(reply_of(connection, "TIME"), 2))
         clock_offset = seconds + microseconds / 1e6 - clock.wall_us() / 1e6
         info = read_info(connection, ("server", "memory", "replication"))
@@ -151,8 +162,8 @@ def _try_to_grant(connection: Any, prefix: str) -> None:
     the form of a client's. Its keys are no lock's, so it neither reads nor begins a grace period.
     """
     name = completion_key(prefix, f"\n{new_token()}")
-    keys = [encoded(f"{name}:{number}") for number in range(4)]
-    words = "4", *keys, "", "1", "", "", ""  # no value, a ttl of 1 ms, no fencing, no guard
+    made_up = [encoded(f"{name}:{number}") for number in range(4)]
+    words = "4", *made_up, "", "1", "", "", ""  # no value, a ttl of 1 ms, no fencing, no guard
     try:
         try:
             reply = reply_of(connection, "EVALSHA", GRANT.digest, *words)

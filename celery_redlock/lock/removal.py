@@ -44,13 +44,14 @@ STAYS = "stays"
 EXPIRES = "expires"
 # The names after the prefix of the keys that go. Without the first two a node is new to the prefix:
 # the guard's next contact begins a grace period, so a lock that it keeps excludes all the same.
-GOING = ("run", "tenure", "terms")
+GOING = ("run", "tenure", "terms", "format")
 OF_BROKER = "worker_"  # begins the names of worker leases, if the broker is a node, too
 KEY_KINDS = {  # by the name after the prefix, for people
     "run": "restart guard",
     "tenure": "restart guard",
     "quiet": "restart guard",
     "terms": "shared settings",
+    "format": "shared settings",
     "fence": "fencing counter",
     "lock": "locks",
     "broken": "broken locks",

@@ -11,6 +11,9 @@ from celery_redlock.lock.transport.command import encoded
 
 # A permit's key ends with "#<number>". A resource name with such an end gets one more "#".
 _PERMIT_SUFFIX = re.compile(r"#[0-9]+#*\Z")  # not "$": it also matches before a final newline
+# Of what the keys hold. It is on each node, where a missing number is 1, and a change that an older
+# release would misread raises it: clients of two formats never lock side by side.
+FORMAT = 1
 # begins the value of an operator's hold: lua/permit.lua grants nobody else a permit
 HOLD_MARK = "!"
 MAX_DIGITS = 15  # of milliseconds since 1970: a time with more is another program's
@@ -125,6 +128,16 @@ def guard_keys(prefix: str) -> tuple[str, str]:
 def tenure_key(prefix: str, address: str = "") -> str:
     """Return the key of a node's own tenure, or of the newest tenure at another node's address."""
     return f"{{{prefix}}}:tenure:{address}" if address else f"{{{prefix}}}:tenure"
+
+
+def format_key(prefix: str) -> str:
+    """Return the key of the number of the format that a node's keys have."""
+    return f"{{{prefix}}}:format"
+
+
+def settings_key(prefix: str) -> str:
+    """Return the key of the settings that all clients of a prefix share."""
+    return f"{{{prefix}}}:terms"
 
 
 def fence_key(prefix: str) -> str:

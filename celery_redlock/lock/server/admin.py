@@ -11,6 +11,7 @@ import redis
 from celery_redlock.lock.model.fencing import Fence, proposal
 from celery_redlock.lock.model.keys import (
     fence_key,
+    format_key,
     guard_keys,
     lock_key,
     pattern_of,
@@ -19,7 +20,7 @@ from celery_redlock.lock.model.keys import (
 )
 from celery_redlock.lock.platform.clock import new_token
 from celery_redlock.lock.server.error_hints import with_hint
-from celery_redlock.lock.server.handshake import read_info
+from celery_redlock.lock.server.handshake import read_info, refuse_other_format
 from celery_redlock.lock.server.requests import FENCE, TRUST
 from celery_redlock.lock.transport.address import Address
 from celery_redlock.lock.transport.address import ask as ask_one
@@ -84,6 +85,7 @@ def trust_nodes(
     """
 
     def trust(connection: Any) -> str:
+        refuse_other_format(reply_of(connection, "GET", encoded(format_key(prefix))))
         info = read_info(connection)
         if "run_id" not in info:
             raise redis.ResponseError(info.get("error", "INFO names no run_id"))

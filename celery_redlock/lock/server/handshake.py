@@ -12,6 +12,8 @@ from typing import Any
 
 import redis
 
+from celery_redlock.label import escaped
+from celery_redlock.lock.model import keys
 from celery_redlock.lock.model.options import Guard
 from celery_redlock.lock.server.requests import GRANT, GUARD, RELEASE, RENEW
 from celery_redlock.lock.server.tenures import Tenure, Tenures, tenures_of
@@ -20,9 +22,12 @@ from celery_redlock.lock.transport.command import (
     encode_command,
     encode_words,
     encoded,
+    read_text,
     text_of,
 )
 from celery_redlock.lock.transport.connection import Peer
+
+MAX_NUMBER_LENGTH = 20  # of the number of a format, in an error
 
 
 @dataclass
@@ -54,12 +59,16 @@ def handshake(connection: Any, guard: Guard, tenures: Tenures, node: int) -> Ser
     """Load the scripts on a new connection, and let the server record its run id.
 
     Takes one round trip, and a second one with the guard. tenures: of all nodes. Raises
-    redis.ResponseError for a replica, and if the guard needs the run id and the server does not
-    report it.
+    redis.ResponseError for a replica, for keys of another format, and if the guard needs the run id
+    and the server does not report it.
     """
     # an ACL may refuse PING, which changes nothing, and SCRIPT: then EVAL sends the text
     preceding = PING, GRANT.load, RENEW.load, RELEASE.load
-    fields = read_info(connection, ("server", "memory", "replication"), before=preceding)
+    sections = "server", "memory", "replication"
+    requests = [*preceding, format_request(guard.prefix), *_info_requests(sections)]
+    number, *info_replies = ask_all(connection, requests)[len(preceding) :]
+    refuse_other_format(number)
+    fields = _fields_of(info_replies)
     # one that takes writes would grant locks, and the next full resynchronization deletes them
     if fields.get("role", "master") != "master":
         raise redis.ResponseError("it is a replica")
@@ -81,9 +90,9 @@ def handshake(connection: Any, guard: Guard, tenures: Tenures, node: int) -> Ser
     )
     if guard.mode == "off":
         return info
-    keys = tenures.keys(node)
+    guarded = tenures.keys(node)
     sent_tenures = tenures.arguments_for(node)
-    script = "EVAL", GUARD.source, str(len(keys)), *map(encoded, keys)
+    script = "EVAL", GUARD.source, str(len(guarded)), *map(encoded, guarded)
     try:
         connection.send_command(*script, *arguments, *sent_tenures)
         reply = connection.read_response()
@@ -105,15 +114,23 @@ def is_in_cluster(fields: Mapping[str, str]) -> bool:
     return "cluster" in modes
 
 
-def read_info(
-    connection: Any, sections: Sequence[str] = ("server", "memory"), *, before: Sequence[bytes] = ()
-) -> dict[str, str]:
+def read_info(connection: Any, sections: Sequence[str] = ("server", "memory")) -> dict[str, str]:
     """Return the fields of some sections of INFO. If the server refuses, return only "error".
 
-    before: requests that are sent in the same write; an error reply to them is ignored. A server
-    that refuses a client sends one error and closes the connection: raises that error.
+    A server that refuses a client sends one error and closes the connection: raises that error.
     """
-    requests = [*before, *(encode_command("INFO", section) for section in sections)]
+    return _fields_of(ask_all(connection, _info_requests(sections)))
+
+
+def _info_requests(sections: Sequence[str]) -> list[bytes]:
+    return [encode_command("INFO", section) for section in sections]
+
+
+def ask_all(connection: Any, requests: Sequence[bytes]) -> list[Any]:
+    """Return the replies to requests that are sent in one write, error replies among them.
+
+    A server that refuses a client sends one error and closes the connection: raises that error.
+    """
     connection.send_packed_command([b"".join(requests)])  # a second write might fail
     replies: list[Any] = []
     for _ in requests:
@@ -125,8 +142,37 @@ def read_info(
             if replies and isinstance(replies[0], redis.ResponseError):
                 raise replies[0] from None
             raise
+    return replies
+
+
+def format_request(prefix: str) -> bytes:
+    """Return the request for the number of the format that a node's keys have."""
+    return encode_command("GET", keys.format_key(prefix))
+
+
+def other_format(reply: Any) -> str:
+    """Return the error of a node whose keys have another format; "" if they have this one.
+
+    reply: to `format_request`, perhaps an error reply.
+    """
+    if isinstance(reply, Exception):  # another program has the key, or its user has no rights
+        return str(reply)
+    text = "1" if reply is None else read_text(reply)
+    if text == str(keys.FORMAT):
+        return ""
+    return f"OTHERFORMAT {escaped(text, MAX_NUMBER_LENGTH)}, and this release has {keys.FORMAT}"
+
+
+def refuse_other_format(reply: Any) -> None:
+    """Raise redis.ResponseError if the keys of a node may have another format. reply: as above."""
+    if error := other_format(reply):
+        raise redis.ResponseError(error)
+
+
+def _fields_of(replies: Sequence[Any]) -> dict[str, str]:
+    """Return the fields in replies to INFO; only "error" for an error reply."""
     facts: dict[str, str] = {}
-    for reply in replies[len(before) :]:
+    for reply in replies:
         if isinstance(reply, redis.ResponseError):
             return {"error": str(reply)}
         pairs = (line.partition(":") for line in text_of(reply).splitlines())

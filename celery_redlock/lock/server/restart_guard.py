@@ -18,7 +18,12 @@ from celery_redlock.lock.model.votes import quorum_of
 from celery_redlock.lock.platform.clock import Platform
 from celery_redlock.lock.platform.threads import TURN_TRIES, call_with
 from celery_redlock.lock.server.error_hints import hint_of, is_of_a_replica, strip_args
-from celery_redlock.lock.server.handshake import ServerInfo, handshake
+from celery_redlock.lock.server.handshake import (
+    ServerInfo,
+    format_request,
+    handshake,
+    other_format,
+)
 from celery_redlock.lock.server.requests import GUARD
 from celery_redlock.lock.server.tenures import Tenure, Tenures, tenures_of
 from celery_redlock.lock.transport.address import Address
@@ -54,6 +59,7 @@ class RestartGuard:
         replaced: Callable[[int], None],
     ) -> None:
         self._options = options
+        self._ask_format = format_request(options.prefix)
         self._clock = platform.clock
         self._changed = changed
         self._connected = connected
@@ -91,9 +97,10 @@ class RestartGuard:
         self.same_server: tuple[str, str] | None = None  # names of two nodes that are one server
 
     def keep_alive(self, idle: float) -> None:
-        """Exchange tenures with every node, and ask for its time, every `idle` seconds.
+        """Exchange tenures with every node, and ask for time and format, every `idle` seconds.
 
-        A clock may be set. The question also keeps a connection that is not used.
+        A clock may be set, and an operator may give the node to another release. The question also
+        keeps a connection that is not used.
         """
         self._exchange_tenures(idle)
         now = self._clock.now()
@@ -101,7 +108,11 @@ class RestartGuard:
             connection = node.connection
             if connection is not None and now - connection.peer.timed_at > idle:
                 connection.peer.timed_at = now
-                node.send([(Command(TIME, IgnoreReply(self._on_time)), now, TIME)])
+                questions = (
+                    Command(TIME, IgnoreReply(self._on_time)),
+                    Command(self._ask_format, IgnoreReply(self._on_format)),
+                )
+                node.send([(question, now, question.request) for question in questions])
 
     def learn_time(self, node: int, wall: float, read_at: float) -> None:
         """Note a node's time. wall: seconds since 1970 by its clock; read_at: monotonic seconds."""
@@ -109,6 +120,12 @@ class RestartGuard:
         self._clock_offsets[node] = wall - (
             read_at if connection is None else max(read_at, connection.opened_at)
         )
+
+    def _on_format(self, index: int, _sent_at: float, reply: Any) -> None:
+        node = self.nodes.all[index]
+        error = other_format(reply)
+        if error and node.connection is not None:  # the handshake of the next one is refused
+            self._give_up(node, node.connection, error)
 
     def _on_time(self, node: int, sent_at: float, reply: Any) -> None:
         seconds, microseconds = map(int, read_list(reply, 2))
@@ -197,17 +214,17 @@ class RestartGuard:
             if connection is not None and self._tenures.ended(node.index, connection.peer.tenure):
                 self._give_up(node, connection)
 
-    def _give_up(self, node: Node, connection: Connection) -> None:
-        """Drop a connection and its votes, because its server has missed another server's grants.
+    def _give_up(self, node: Node, connection: Connection, cause: str = SERVER_REPLACED) -> None:
+        """Drop a connection and its votes, because its server has missed grants of other clients.
 
         The handshake of the next connection informs the server, which then abstains.
         """
         # first: if another thread has the node's turn, the drop comes later
-        connection.discarded = SERVER_REPLACED
+        connection.discarded = cause
         self.replaced_at[node.index] = self._clock.now()
-        self.nodes.lose_replies(node, connection, SERVER_REPLACED)
+        self.nodes.lose_replies(node, connection, cause)
         self._replaced(node.index)
-        node.drop(connection, SERVER_REPLACED)
+        node.drop(connection, cause)
 
     def _exchange_tenures(self, every: float | None = None) -> None:
         """Exchange tenures with each connected node that lacks one, or every `every` seconds."""
