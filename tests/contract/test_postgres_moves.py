@@ -46,6 +46,10 @@ DO $$ BEGIN
     'integer(-replaced)', 'integer(replaced)');
 END $$;
 """
+# What version 4 has changed in version 3, but for the function of an order.
+VERSION_3 = """
+CREATE OR REPLACE FUNCTION redlock.version() RETURNS int LANGUAGE sql STABLE RETURN 3;
+"""
 # What version 3 has added to version 2, and changed in it.
 VERSION_2 = """
 CREATE OR REPLACE FUNCTION redlock.version() RETURNS int LANGUAGE sql STABLE RETURN 2;
@@ -271,6 +275,31 @@ def see_in_service(node: PostgresNode) -> None:
         assert is_refused(fresh)
         assert fresh.lock("free", ttl=TTL).try_acquire()
     assert node.query(QUIET) == []
+
+
+class TestVersion3:
+    """Clients of version 3 and of this one are served by both schemas."""
+
+    def hello(self, node: PostgresNode, *words: str) -> bytes:
+        """Return what a client hears as it connects. words: after the first one."""
+        text = ",".join(f"'{word}'" for word in ("HELLO", *words))
+        [(reply,)] = node.query(f"SELECT redlock.command(array[{text}]::bytea[])")
+        return bytes(reply)
+
+    def test_its_clients_are_told_of_their_own_version(self, node: PostgresNode) -> None:
+        assert self.hello(node).startswith(b"*6\r\n$1\r\n3\r\n")
+        assert self.hello(node, str(VERSION)).startswith(b"*6\r\n$1\r\n%d\r\n" % VERSION)
+
+    def test_its_schema_serves_this_release_before_the_move_and_after_it(
+        self, node: PostgresNode
+    ) -> None:
+        with earlier(node, VERSION_3) as old, over(old.url, max_ttl=600) as redlock, held(redlock) as lock:
+            see_in_service(old)
+            [status] = redlock.status().nodes
+            assert (status.error, status.votes) == ("", True)
+            see_moved(old)
+            see_in_service(old)
+            renew_now(redlock, lock)
 
 
 class TestAMoveFromVersion2:

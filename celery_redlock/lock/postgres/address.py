@@ -30,6 +30,7 @@ from celery_redlock.lock.postgres.pipeline import Pipeline, ready
 from celery_redlock.lock.postgres.pubsub import PostgresPubSub
 from celery_redlock.lock.postgres.schema import (
     APPLICATION,
+    SERVING_VERSIONS,
     STRINGS_SETTING,
     VERSION,
     create_schema,
@@ -74,11 +75,11 @@ class PostgresDialled:
     def __init__(self, pipeline: Pipeline, timeout: float) -> None:
         self.pipeline = pipeline
         self.timeout = timeout
-        self.send_command("HELLO")
+        self.send_command("HELLO", str(VERSION))
         greeting = self.read_response()
         fields = greeting if isinstance(greeting, list) else [greeting]
         with contextlib.suppress(TypeError, ValueError):
-            if (version := int(next(iter(fields), ""))) != VERSION:
+            if (version := int(next(iter(fields), ""))) not in SERVING_VERSIONS:
                 raise redis.ResponseError(other_schema(version))
         if len(fields) != HELLO_ITEMS:
             raise redis.ResponseError("its function redlock.command has an unexpected answer")

@@ -1215,8 +1215,10 @@ BEGIN
     PERFORM set_config('synchronous_commit', 'off', true);
   END IF;
   CASE verb
+  -- [version of the client]. One that names none is of version 3 at most, takes no other one, and is
+  -- served: its 'start' of newest has five words.
   WHEN 'HELLO' THEN
-    RETURN redlock.bulks(array[redlock.version()::text,
+    RETURN redlock.bulks(array[CASE WHEN w[2] IS NULL THEN '3' ELSE redlock.version()::text END,
       current_setting('default_transaction_isolation'), pg_backend_pid()::text,
       pg_is_in_recovery()::text, current_setting('standard_conforming_strings'),
       current_setting('client_min_messages')]::bytea[]);
