@@ -142,7 +142,7 @@ PRIVATE_NAMES_IN_TESTS: dict[str, tuple[str, str]] = {
 # longer writes it here, and its commit says why.
 WALKS = {
     "a plain lock": (25, 103, 28),
-    "a message in a worker": (53, 198, 44),
+    "a message in a worker": (53, 198, 45),
     "a refused message until it waits": (64, 331, 65),
     "from the release to its end": (51, 233, 51),
 }

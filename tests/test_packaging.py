@@ -84,6 +84,7 @@ PAGES_IN_THE_WHEEL = (
     "how-to/postgresql.md",
     "operations/change-nodes.md",
     "operations/troubleshooting.md",
+    "operations/upgrade.md",
     "reference/errors.md",
     "reference/log-messages.md",
 )

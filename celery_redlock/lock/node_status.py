@@ -78,7 +78,7 @@ def compare_shared_settings(
     own_settings = shared_settings_of(session)
     key = encoded(settings_key(session.options.prefix))
     query = ("SET", key, encoded(own_settings), "GET") if writes else ("GET", key)
-    number = "SET", encoded(format_key(session.options.prefix)), str(keys.FORMAT), "NX"
+    number = "SET", encoded(format_key(session.options.prefix)), str(keys.NODE_FORMAT), "NX"
 
     def read_settings(connection: Any) -> tuple[str | None, str]:
         run_id = read_info(connection).get("run_id", "")  # first: what is written is also reported
@@ -117,7 +117,6 @@ def read_nodes(session: Session) -> NodeList:
         pinged_at = clock.now()
         reply_of(connection, "PING")
         latency = clock.now() - pinged_at
-        refuse_other_format(reply_of(connection, "GET", number_key))
         seconds, microseconds = map(int, read_list(reply_of(connection, "TIME"), 2))
         clock_offset = seconds + microseconds / 1e6 - clock.wall_us() / 1e6
         info = read_info(connection, ("server", "memory", "replication"))
@@ -127,6 +126,7 @@ def read_nodes(session: Session) -> NodeList:
         version = info.get("valkey_version") or info.get("redis_version", "")
         role = info.get("role", "")
         if role == "master":
+            refuse_other_format(reply_of(connection, "GET", number_key))
             _try_to_grant(connection, session.options.prefix)
         may_vote = role == "master" and silent_for <= 0
         return NodeStatus(

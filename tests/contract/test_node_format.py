@@ -67,7 +67,7 @@ class TestANewConnection:
         self, nodes: Nodes, client: Redlock, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         with client.lock("r"):
-            monkeypatch.setattr(keys, "FORMAT", 2)
+            monkeypatch.setattr(keys, "NODE_FORMAT", 2)
             with over(nodes) as newer:
                 assert "OTHERFORMAT 1, and this release has 2" in is_refused(newer, "s")
         give_away(nodes)

@@ -293,7 +293,11 @@ class TestVersion3:
     def test_its_schema_serves_this_release_before_the_move_and_after_it(
         self, node: PostgresNode
     ) -> None:
-        with earlier(node, VERSION_3) as old, over(old.url, max_ttl=600) as redlock, held(redlock) as lock:
+        with (
+            earlier(node, VERSION_3) as old,
+            over(old.url, max_ttl=600) as redlock,
+            held(redlock) as lock,
+        ):
             see_in_service(old)
             [status] = redlock.status().nodes
             assert (status.error, status.votes) == ("", True)

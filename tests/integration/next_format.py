@@ -6,4 +6,4 @@ from celery_redlock.tasks.delivery import header
 from tests.integration.app import app
 
 __all__ = ["app"]
-header.FORMAT = 2
+header.HEADER_FORMAT = 2

@@ -119,7 +119,7 @@ def test_a_message_of_this_format_and_what_is_no_number_go_on(number: object) ->
 def test_a_message_without_a_header_goes_on_in_every_release(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(header, "FORMAT", 2)
+    monkeypatch.setattr(header, "HEADER_FORMAT", 2)
     worker, bare, old = Worker(), Message("locked", has_header=False), Message("locked")
     worker.receive(bare)
     worker.receive(old)

@@ -13,7 +13,7 @@ from celery_redlock.lock.transport.command import encoded
 _PERMIT_SUFFIX = re.compile(r"#[0-9]+#*\Z")  # not "$": it also matches before a final newline
 # Of what the keys hold. It is on each node, where a missing number is 1, and a change that an older
 # release would misread raises it: clients of two formats never lock side by side.
-FORMAT = 1
+NODE_FORMAT = 1
 # begins the value of an operator's hold: lua/permit.lua grants nobody else a permit
 HOLD_MARK = "!"
 MAX_DIGITS = 15  # of milliseconds since 1970: a time with more is another program's

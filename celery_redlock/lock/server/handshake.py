@@ -67,11 +67,11 @@ def handshake(connection: Any, guard: Guard, tenures: Tenures, node: int) -> Ser
     sections = "server", "memory", "replication"
     requests = [*preceding, format_request(guard.prefix), *_info_requests(sections)]
     number, *info_replies = ask_all(connection, requests)[len(preceding) :]
-    refuse_other_format(number)
     fields = _fields_of(info_replies)
     # one that takes writes would grant locks, and the next full resynchronization deletes them
     if fields.get("role", "master") != "master":
         raise redis.ResponseError("it is a replica")
+    refuse_other_format(number)
     run_id = fields.get("run_id", "")
     if guard.mode != "off" and not run_id:
         raise redis.ResponseError(
@@ -158,9 +158,11 @@ def other_format(reply: Any) -> str:
     if isinstance(reply, Exception):  # another program has the key, or its user has no rights
         return str(reply)
     text = "1" if reply is None else read_text(reply)
-    if text == str(keys.FORMAT):
+    if text == str(keys.NODE_FORMAT):
         return ""
-    return f"OTHERFORMAT {escaped(text, MAX_NUMBER_LENGTH)}, and this release has {keys.FORMAT}"
+    return (
+        f"OTHERFORMAT {escaped(text, MAX_NUMBER_LENGTH)}, and this release has {keys.NODE_FORMAT}"
+    )
 
 
 def refuse_other_format(reply: Any) -> None:

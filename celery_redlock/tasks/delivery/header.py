@@ -20,7 +20,7 @@ from celery_redlock.signals import LockDeferredEvent
 from celery_redlock.tasks.delivery.route import Route
 
 HEADER = "redlock"
-FORMAT = 1  # of the header that this release reads, and writes
+HEADER_FORMAT = 1  # of the header that this release reads, and writes
 DEATHS = "x-death"  # RabbitMQ's header
 DELAY_QUEUES = "celery_delayed_"  # Source: kombu.transport.native_delayed_delivery: level_name
 CLOCK_TOLERANCE = 1.0  # s by which the estimates of two processes of the nodes' time may differ
@@ -44,7 +44,7 @@ def hop_of(remaining: float, longest: float) -> float:
 
 def new_header(options: Mapping[str, Any], task_id: object) -> dict[str, Any]:
     """Return the least that a message carries under `HEADER`. options, id: as in `LockHeader`."""
-    number = {} if FORMAT == 1 else {"format": FORMAT}
+    number = {} if HEADER_FORMAT == 1 else {"format": HEADER_FORMAT}
     return {"options": options, "id": task_id, **number}
 
 
@@ -56,7 +56,7 @@ def unknown_format(carried: object) -> int | None:
     if not isinstance(carried, Mapping):
         return None
     number = carried.get("format", 1)
-    return number if type(number) is int and number != FORMAT else None
+    return number if type(number) is int and number != HEADER_FORMAT else None
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,11 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from celery_redlock import anchors
-from celery_redlock.tasks.delivery.header import FORMAT, HEADER, unknown_format
+from celery_redlock.tasks.delivery.header import HEADER, HEADER_FORMAT, unknown_format
 from celery_redlock.tasks.settings.app import CELERY_PREFIX
 from celery_redlock.tasks.waiting.loop import EventLoop
 from celery_redlock.tasks.waiting.prefetch import Prefetch
+from celery_redlock.tasks.waiting.queues import WaitingTimes
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +25,8 @@ logger = logging.getLogger(__name__)
 class HeldMessages:
     """The messages of one consumer that this release cannot read.
 
-    mutex: of the queues. seconds: after which each goes back. All methods run in the event loop.
+    mutex: of the queues. All methods run in the event loop.
+    Source: celery.worker.loops asks `create_task_handler` for what gets each message.
     """
 
     def __init__(
@@ -33,15 +35,17 @@ class HeldMessages:
         loop: EventLoop,
         mutex: AbstractContextManager[Any],
         prefetch: Prefetch,
-        seconds: float,
+        times: WaitingTimes,
     ) -> None:
         self._consumer = consumer
         self._loop = loop
         self._mutex = mutex
         self._prefetch = prefetch
-        self._seconds = seconds
+        self._seconds = times.hold_unknown
         self._entries: dict[Any, Any] = {}  # by message: the timer's entry
         self._logged: set[int] = set()  # numbers of formats
+        create = consumer.create_task_handler
+        consumer.create_task_handler = lambda **options: self._before(create(**options))
 
     def forget(self) -> None:
         """Forget all messages: the broker delivers them again. Called with the mutex."""
@@ -49,7 +53,7 @@ class HeldMessages:
             self._loop.cancel(entry)
         self._entries.clear()
 
-    def before(self, receive: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def _before(self, receive: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """Return what Celery is to call for each message. receive: its own function for that."""
 
         def hold_or_receive(message: Any) -> Any:
@@ -79,8 +83,9 @@ class HeldMessages:
     def _put_back(self, message: Any) -> None:
         """Give a message back to the broker, unless the connection was lost meanwhile."""
         with self._mutex:
-            if self._entries.pop(message, None) is None:
-                return
+            entry = self._entries.pop(message, None)
+        if entry is None:
+            return
         consumer = self._consumer
         # before 5.7 there is no function for acknowledgements alone
         call = getattr(consumer, "call_soon_ack", consumer.call_soon)
@@ -102,10 +107,11 @@ class HeldMessages:
         if number in self._logged:
             return
         self._logged.add(number)
-        name, id_ = headers.get("task"), headers.get("id")
+        name = headers.get("task")
+        id_ = headers.get("id")
         logger.error(
             "%s[%s] has format %d of the lock header, and this release reads format %d: the worker "
             "holds such messages unrun, and gives them back to the broker after %g s. See %s",
-            name, id_, number, FORMAT, self._seconds, anchors.OTHER_FORMAT,
+            name, id_, number, HEADER_FORMAT, self._seconds, anchors.OTHER_FORMAT,
             extra={"event": "format_unknown", "task": name, "task_id": id_},
         )  # fmt: skip

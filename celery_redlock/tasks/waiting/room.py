@@ -69,7 +69,6 @@ class WaitingRoom(bootsteps.StartStopStep):
     but `states`, `take_back`, `waiting` and `note_refusal` runs in the worker's event loop.
     Source: celery.worker.strategy binds `consumer.apply_eta_task` when the consumer starts, which
     is after its steps are made; the timer calls that at the end of a message's countdown.
-    celery.worker.loops asks `create_task_handler` for what gets each message.
     """
 
     name = "celery_redlock waiting room"
@@ -104,9 +103,7 @@ class WaitingRoom(bootsteps.StartStopStep):
         self._successor = Successor(
             self._loop, self._clock, times, self._queues, self._buckets, self._dispatcher
         )
-        self._held = HeldMessages(
-            parent, self._loop, self._queues.mutex, self._prefetch, times.hold_unknown
-        )
+        self._held = HeldMessages(parent, self._loop, self._queues.mutex, self._prefetch, times)
         # each of these calls a part that is made after it
         self._prefetch.on_evict = self._dispatcher.dispatch
         self._dispatcher.on_head = self._successor.on_head
@@ -115,10 +112,6 @@ class WaitingRoom(bootsteps.StartStopStep):
         parent._limit_post_eta = self._dispatcher.on_eta
         if hasattr(parent, "_limit_move_to_pool"):
             parent._limit_move_to_pool = self._buckets.on_token
-        create_task_handler = parent.create_task_handler
-        parent.create_task_handler = lambda **options: self._held.before(
-            create_task_handler(**options)
-        )
         connect = getattr(parent, "connection_for_read", None)
         if connect is not None:  # else a broker's restart may end the worker, as without a room
             parent.connection_for_read = functools.partial(_closing_twice, connect)
