@@ -141,5 +141,17 @@ MUTANTS = (
     Mutant("acknowledgements that hang on a lost connection stop those on the next one",
            "tasks.delivery.acknowledge:in_turn", "contract/test_acknowledge.py::another_channel",
            "semaphores.get(channel)", "next(iter(semaphores.values()), None)"),
+    Mutant("a message of an unknown format runs",
+           "tasks.delivery.header:unknown_format", "unit/test_held.py::goes_back_after_30_s",
+           "number != HEADER_FORMAT else None", "number < 0 else None"),
+    Mutant("a message of an unknown format uses the prefetch up",
+           "tasks.waiting.held:HeldMessages._count", "unit/test_held.py::goes_back_after_30_s",
+           "            qos.increment_eventually()", "            pass"),
+    Mutant("messages of an unknown format wait without a bound",
+           "tasks.waiting.held:HeldMessages._count", "unit/test_held.py::counts_for_the_capacity",
+           "        self._prefetch.held += change", "        pass"),
+    Mutant("a message of an unknown format is dropped",
+           "tasks.waiting.held:HeldMessages._put_back", "unit/test_held.py::goes_back_after_30_s",
+           "requeue=True", "requeue=False"),
 )
 # fmt: on

@@ -286,5 +286,12 @@ MUTANTS = (
            "lock.engine.releaser:KeyRelease.command",
            "contract/test_done_marks.py::owed_with_its_release",
            "core.clock.now() - self._ended_at", "0.0"),
+    Mutant("a client locks on a node whose keys have another format",
+           "lock.server.handshake:handshake", "contract/test_node_format.py::ANewConnection",
+           "    refuse_other_format(number)", "    pass"),
+    Mutant("an open connection goes on after its node was given to another release",
+           "lock.server.restart_guard:RestartGuard._on_format",
+           "contract/test_node_format.py::AnOpenConnection",
+           "if error and node.connection is not None:", "if False:"),
 )
 # fmt: on
