@@ -226,7 +226,7 @@ def app(shop: Shop) -> Iterator[Celery]:
 
 def test_what_does_not_expire_goes_once_nobody_uses_it(shop: Shop) -> None:
     shop.use()
-    names = {"run", "tenure", "terms", "fence"}
+    names = {"run", "tenure", "terms", "format", "fence"}
     on_broker = {"worker_leases_dead:unacked", "worker_names:unacked"}
     before = shop.snapshot()
     lasting = shop.lasting()

@@ -4,10 +4,12 @@ from celery_redlock.lock.model.keys import (
     broken_key,
     completion_key,
     fence_key,
+    format_key,
     guard_keys,
     lock_key,
     order_key,
     rate_keys,
+    settings_key,
     tenure_key,
     unique_key,
     waiting_key,
@@ -16,7 +18,7 @@ from celery_redlock.lock.removal import EXPIRES, GOES, STAYS, key_groups
 
 PREFIX = "shop"
 RUN, QUIET = guard_keys(PREFIX)
-LASTING = [RUN, tenure_key(PREFIX), f"{{{PREFIX}}}:terms"]
+LASTING = [RUN, tenure_key(PREFIX), settings_key(PREFIX), format_key(PREFIX)]
 LOCK = lock_key(PREFIX, "stock:7", 2)
 EXPIRING = {
     LOCK: "locks",
@@ -37,10 +39,10 @@ def fates(*keys: tuple[str, int]) -> list[tuple[str, int, str, str | None]]:
     return [(group.what, group.count, group.fate, group.until) for group in groups]
 
 
-def test_only_the_three_names_that_clients_write_anew_go() -> None:
+def test_only_the_names_that_clients_write_anew_go() -> None:
     assert fates(*((name, -1) for name in LASTING)) == [
         ("restart guard", 2, GOES, None),
-        ("shared settings", 1, GOES, None),
+        ("shared settings", 2, GOES, None),
     ]
 
 

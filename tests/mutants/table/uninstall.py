@@ -16,7 +16,7 @@ SCHEMA = "lock.postgres.removal:"
 MUTANTS = (
     Mutant("a fencing counter goes, and later tokens are smaller",
            KEYS, f"{NODES}::are_not_removed",
-           '("run", "tenure", "terms")', '("run", "tenure", "terms", "fence")'),
+           '("run", "tenure", "terms", "format")', '("run", "tenure", "terms", "fence")'),
     Mutant("a lock that is taken between the look and the removal goes",
            f"{KEYS}remove_from_nodes", f"{TESTS}::between_the_look",
            "for name in GOING]", 'for name in (*GOING, "lock:stock:1")]'),
