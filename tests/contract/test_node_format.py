@@ -126,7 +126,7 @@ class TestOperators:
         give_away(nodes)
         for status in client.status().nodes:
             assert SAID in status.error
-            assert "install that one here" in status.error
+            assert "install that release here" in status.error
             assert not status.votes
 
     def test_trust_changes_nothing_there(self, nodes: Nodes, client: Redlock) -> None:

@@ -43,7 +43,7 @@ _MISCONFIGURED = {  # no vote before an operator changes a setting
     "NOAUTH|Authentication required": "name a user and a password in its URL",
     "WRONGPASS|invalid (?:password|username)": "correct user and password in its URL",
     "any password configured|no password is set": "it has no password: name none in its URL",
-    "OTHERFORMAT": "clients of another release lock there: install that one here, too",
+    "OTHERFORMAT": "clients of another release lock there: install that release here, too",
     "DENIED|protected mode": "give it a password, or set its protected-mode to no",
     "NOPERM|[Nn]o permissions": _RIGHTS,
     "ACL failure|user executing the script": _RIGHTS,

@@ -111,7 +111,7 @@ class HeldMessages:
         id_ = headers.get("id")
         logger.error(
             "%s[%s] has format %d of the lock header, and this release reads format %d: the worker "
-            "holds such messages unrun, and gives them back to the broker after %g s. See %s",
+            "holds such messages unrun, and gives them back to the broker after %d s. See %s",
             name, id_, number, HEADER_FORMAT, self._seconds, anchors.OTHER_FORMAT,
             extra={"event": "format_unknown", "task": name, "task_id": id_},
         )  # fmt: skip
