@@ -137,6 +137,16 @@ class TestOperators:
             client.trust()
         assert not any(node.client().exists("{redlock}:run") for node in nodes)
 
+    @pytest.mark.parametrize("kind", ["text", "set"])
+    def test_trust_mends_what_is_no_number(self, nodes: Nodes, client: Redlock, kind: str) -> None:
+        for node in nodes:
+            write = node.client()
+            write.set(NUMBER, "\x1b7") if kind == "text" else write.zadd(NUMBER, {"x": 1})
+        is_refused(client)
+        client.trust()
+        with client.lock("r", wait=60) as lock:
+            assert lock.held
+
     def test_a_worker_writes_the_number_beside_its_settings_and_keeps_another(
         self, nodes: Nodes, client: Redlock
     ) -> None:

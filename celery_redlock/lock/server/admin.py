@@ -85,7 +85,7 @@ def trust_nodes(
     """
 
     def trust(connection: Any) -> str:
-        refuse_other_format(reply_of(connection, "GET", encoded(format_key(prefix))))
+        _mend_format(connection, prefix)
         info = read_info(connection)
         if "run_id" not in info:
             raise redis.ResponseError(info.get("error", "INFO names no run_id"))
@@ -100,6 +100,24 @@ def trust_nodes(
         announcement = "PUBLISH", encoded(votes_channel(prefix)), new_token()  # the same on each
         ask_each(nodes, lambda connection: reply_of(connection, *announcement))
     return lock_names, failures
+
+
+def _mend_format(connection: Any, prefix: str) -> None:
+    """Delete a node's format if another program has written what is no number.
+
+    Raises redis.ResponseError for the number of another format: its clients may hold locks there.
+    """
+    name = encoded(format_key(prefix))
+    try:
+        number = reply_of(connection, "GET", name)
+    except redis.ResponseError as error:
+        if "WRONGTYPE" not in str(error):
+            raise
+        number = b""
+    if number is None or text_of(number).isdecimal():
+        refuse_other_format(number)
+    else:
+        reply_of(connection, "DEL", name)
 
 
 def _mend_counters(nodes: Nodes, names: Collection[str], prefix: str) -> None:
