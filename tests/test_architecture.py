@@ -48,6 +48,7 @@ ORDER = [
     ),
     *(
         "operate.lints",
+        "operate.pass_through",
         "operate.start_report",
         "operate.control",
         "operate.metrics",

@@ -11,6 +11,7 @@ Read `control.py` first.
 - `tracing.py`: `connect_if_recording`: writes the outcome of a run's lock to the spans of
   OpenTelemetry.
 - `lints.py`: `lint`, `Lint`, `refuse_errors`: finds what is wrong with the settings.
+- `pass_through.py`: `changing_call`: finds a `__call__` that may change the arguments of a body.
 - `start_report.py`: `report_lints`, `open_decisions`: logs the lints at a worker's start, and lists
   the decisions that the defaults leave to the user.
 

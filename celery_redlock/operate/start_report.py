@@ -7,16 +7,21 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections.abc import Iterator, Sequence
 from typing import Any
+
+from celery import Task
 
 from celery_redlock import anchors
 from celery_redlock.errors import SettingsError
 from celery_redlock.lock.transport.address import parse_address
 from celery_redlock.operate.lints import ADVICE, ERROR, Lint, format_names, lint, locking_tasks
+from celery_redlock.operate.pass_through import changing_call
 from celery_redlock.tasks.arguments import BEHIND_A_DECORATOR
 from celery_redlock.tasks.declaration import ENTRY_ATTRIBUTE, config_of
 from celery_redlock.tasks.per_app import settings_of
 from celery_redlock.tasks.startup import locked_tasks
+from celery_redlock.tasks.task import LockedTask
 
 logger = logging.getLogger(__name__)
 
@@ -57,9 +62,7 @@ def open_decisions(app: Any) -> tuple[Lint, ...]:
             "together: name three nodes, or set redlock_restart_guard='strict'"
         )
         advice.append(Lint(ADVICE, "app: redlock_nodes", "1 node", hint))
-    if wrapped_names := [task.name for task in tasks if config_of(task).arrivals is not None]:
-        hint = f"{format_names(wrapped_names)}: {BEHIND_A_DECORATOR}"
-        advice.append(Lint(ADVICE, "task: decorator", "functools.wraps", hint))
+    advice.extend(_wrapped_bodies(tasks))
     adopted = [
         task.name
         for task in tasks
@@ -72,3 +75,19 @@ def open_decisions(app: Any) -> tuple[Lint, ...]:
         )
         advice.append(Lint(ADVICE, "app: redlock_tasks", "unique_for or debounce", hint))
     return tuple(advice)
+
+
+def _wrapped_bodies(tasks: Sequence[LockedTask]) -> Iterator[Lint]:
+    """Yield advice on bodies behind decorators, and behind each `__call__` that is like one."""
+    names_by_wrapper: dict[tuple[str, str], list[str]] = {}
+    for task in tasks:
+        task_class = type(task)
+        wrappers = config_of(task).parameters.wrappers
+        has_call = task_class.__call__ is not Task.__call__
+        if len(wrappers) > has_call:
+            names_by_wrapper.setdefault(("decorator", "functools.wraps"), []).append(task.name)
+        if has_call and (call := changing_call(task_class)):
+            names_by_wrapper.setdefault(("__call__", call), []).append(task.name)
+    for (kind, wrapper), names in names_by_wrapper.items():
+        hint = f"{format_names(names)}: {BEHIND_A_DECORATOR}"
+        yield Lint(ADVICE, f"task: {kind}", wrapper, hint)

@@ -46,7 +46,7 @@ WAYS_OUT = (
 )
 BEHIND_A_DECORATOR = (
     "the key is made of what the wrapped function takes. If a decorator or `__call__` adds, takes "
-    f"out or moves an argument, the runs fail: {WAYS_OUT}"
+    f"out or moves an argument, the runs fail: {WAYS_OUT}. One that passes all on needs nothing"
 )
 
 UNSEEN_RUNS = 3  # before the warning: a decorator may return without a call of the function

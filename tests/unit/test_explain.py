@@ -154,6 +154,9 @@ def test_a_part_and_a_title_and_a_path_find_the_passage(word: str) -> None:
         ("'shop.take:98' was sent before as task 0398, which counts until its", "DuplicateTask"),
         ("RedlockError: it failed. See `celery redlock explain redlockerror`", "RedlockError"),
         ("node_recovered", "node_recovered"),
+        ("functools.wraps", "Decorators"),
+        ("task: __call__=FlaskTask.__call__: recount: the key is made of what the wrapped function "
+         "takes", "Decorators"),
     ],
 )  # fmt: skip
 def test_the_text_of_a_line_or_an_error_finds_the_passage(text: str, title: str) -> None:
