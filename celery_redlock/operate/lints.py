@@ -56,6 +56,7 @@ _EXTRAS = {
     "sqla": "sqlalchemy",
     "kafka": "confluentkafka",
 }
+_OPTIONS_OF_KEY = (*KEY_LIMIT_OPTIONS, "debounce")  # each applies to all runs with one key
 # a locked task, and the options in force in the queue of its own routing
 TaskInQueue: TypeAlias = tuple[LockedTask, EffectiveOptions]
 
@@ -317,26 +318,41 @@ def _shared_limits(tasks: Sequence[TaskInQueue]) -> Iterator[Lint]:
 
 
 def _limits_without_key(app: Any, tasks: Sequence[TaskInQueue]) -> Iterator[Lint]:
-    """Yield limits and rates on the default key, which apply to each set of arguments alone."""
+    """Yield limits, rates and debounces on the default key: each set of arguments has its own."""
     without_key = [task for task, _ in tasks if not decides_key(config_of(task).task_options)]
     affected_options = [
         options[name]
-        for _, options in tasks
-        for name in KEY_LIMIT_OPTIONS
-        if options["key"].value is None and options["args"].value is None
+        for task, options in tasks
+        for name in _OPTIONS_OF_KEY
+        if options["key"].value is None
+        and options["args"].value is None
+        and _is_split_by_arguments(options[name], task)
     ]
     for pattern, level in settings_of(app).queues.items():
-        if without_key and not decides_key(level):
-            for name in filter(level.__contains__, KEY_LIMIT_OPTIONS):
-                affected_options.append(
-                    OptionValue(name, level[name], OptionSource.at("queues", name, pattern))
-                )
-    for option in filter(_is_one_number, affected_options):
+        if not decides_key(level):
+            for name in filter(level.__contains__, _OPTIONS_OF_KEY):
+                source = OptionSource.at("queues", name, pattern)
+                option = OptionValue(name, level[name], source)
+                if any(_is_split_by_arguments(option, task) for task in without_key):
+                    affected_options.append(option)
+    for option in affected_options:
         hint = (
             "no key is set, so it applies to each set of arguments alone: set a key, as "
             '"{task}" or "{queue}"'
         )
+        if option.name == "debounce":
+            hint = (
+                "no key is set, so it applies to each set of arguments alone: name in lock_args, "
+                "or a key, the arguments that calls of one burst share"
+            )
         yield Lint(WARNING, str(option.source), repr(option.value), hint)
+
+
+def _is_split_by_arguments(option: OptionValue, task: LockedTask) -> bool:
+    """Return whether the default key of a task splits what an option probably means to join."""
+    if option.name == "debounce":  # on one argument: the bursts of each of its values
+        return option.value is not None and len(config_of(task).signature.parameters) > 1
+    return _is_one_number(option)
 
 
 def _inherited_limits(tasks: Sequence[TaskInQueue]) -> Iterator[Lint]:

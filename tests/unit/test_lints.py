@@ -25,6 +25,13 @@ def f(a: object) -> None:
     """Stand for the body of each task."""
 
 
+def of_two(a: object, why: str) -> None:
+    """Stand for a body whose second argument says why it runs."""
+
+
+OF_TWO = {"body": of_two}
+
+
 def shop_of(
     conf: dict[str, Any], tasks: dict[str, dict[str, Any]], unlocked: str | None = None
 ) -> Celery:
@@ -136,6 +143,16 @@ CASES: list[tuple[str, App, App, str, str]] = [
     ("starts for the app, of each set of arguments", partial(shop, {"redlock_rate": "9/m"}),
      partial(shop, {"redlock_rate": "9/m", "redlock_key": "{task}"}), "warning",
      "app: redlock_rate"),
+    ("bursts of each set of arguments", partial(shop, lock={"debounce": 5}, task=OF_TWO),
+     partial(shop, lock={"debounce": 5, "args": ["a", "why"]}, task=OF_TWO), "warning",
+     f"{MINE}debounce"),
+    ("bursts of each set of arguments, of a task with one argument alone",
+     partial(shop_of, {"redlock_debounce": 5}, {"shop.f": {}, "shop.g": OF_TWO}),
+     partial(shop, {"redlock_debounce": 5}), "warning", "app: redlock_debounce"),
+    ("bursts of each set of arguments, in a queue that a call may name",
+     partial(shop, {"redlock_queues": {"partner-*": {"debounce": 5}}}, task=OF_TWO),
+     partial(shop, {"redlock_queues": {"partner-*": {"debounce": 5}}}), "warning",
+     "queue 'partner-*': redlock_queues['partner-*']['debounce']"),
     ("starts of a queue for a key of the task's own",
      partial(shop, {"redlock_queues": {"celery": {"rate": "9/m"}}}, lock={"key": "{a}"}),
      partial(shop, {"redlock_queues": {"celery": RATED}}, lock={"key": "{a}"}),
