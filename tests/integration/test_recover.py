@@ -9,6 +9,7 @@ import signal
 import socket
 import threading
 import time
+import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -258,6 +259,18 @@ def test_a_task_is_shown_with_the_worker_that_has_its_message(lost: Lost) -> Non
         assert (task["task"], task["state"]) == (name, "PENDING")
         assert re.fullmatch(why, task["reason"]), task["reason"]
         assert re.search(f"WHY +{why}\n", command("show", lost.results[state].id).output)
+        for start in (lost.results[state].id[:8], f"{lost.results[state].id[:8]}-..."):
+            shown = in_json("show", start)["task"]
+            assert (shown["task_id"], shown["task"]) == (lost.results[state].id, name)
+
+
+def test_a_short_id_of_several_messages_that_workers_have_names_them(broker: Broker) -> None:
+    ids = [f"4c8f3226-{uuid.uuid4()}" for _ in range(2)]
+    lease = broker.lease("celery@web1")
+    for task_id in ids:
+        broker.take(broker.stage.tasks.late.apply_async(("k",), task_id=task_id), lease)
+    several = f"Error: 4c8f3226 begins several task ids: {', '.join(sorted(ids))}\n"
+    assert command("show", "4c8f3226").output == several
 
 
 def test_a_kept_message_of_a_dead_worker_is_not_said_to_be_back_now(broker: Broker) -> None:

@@ -149,7 +149,8 @@ class TaskView:
 def show(app: Any, name: str) -> Listing:
     """Show who holds a resource and who waits, or where a task stands.
 
-    The first 8 characters of a task id are enough, if it holds, waits or has a claim.
+    The first 8 characters of a task id are enough, if it holds, waits or has a claim, or if a
+    worker has its message.
     The exit status is 2 if too few nodes answer for that to be known, or no worker.
     """
     client = redlock_of(app)
@@ -162,6 +163,9 @@ def show(app: Any, name: str) -> Listing:
     if not is_resource:
         if views.may_begin_id(name):  # else no key of a claim is read
             name = views.whole_id(name, _known_task_ids(client, lock_list, waiters))
+            if len(name) < TASK_ID_LENGTH:  # as of a message whose worker is gone
+                start = name.removesuffix("...")
+                name = views.whole_id(name, waiters.stranded.ids_beginning(app, start))
         task = TaskView.find(app, name, lock_list, waiters)
         if task is not None:
             return _task_listing(name, task, lock_list, waiters)

@@ -134,6 +134,13 @@ class StrandedView:
         places = [(message.task, self._place(message)) for message in messages or ()]
         return places[0] if places else ("", "")
 
+    def ids_beginning(self, app: Any, start: str) -> set[str]:
+        """Return the task ids that begin with a text, of unacknowledged messages."""
+        if not self.is_possible or self.cause:
+            return set()
+        ids, _ = ask_broker(app, lambda survey: survey.ids_beginning(start))
+        return ids or set()
+
     def _place(self, message: Unacknowledged) -> str:
         """Return where an unacknowledged message is, and when it is back in its queue."""
         tag = DeliveryTag.of(message.tag)

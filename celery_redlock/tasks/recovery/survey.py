@@ -180,6 +180,15 @@ class Survey:
         ]
         return [message for message in messages if message.task_id == task_id]
 
+    def ids_beginning(self, start: str) -> set[str]:
+        """Return the task ids that begin with a text, of all messages."""
+        ids = {
+            Unacknowledged.of(tag, entry, 0.0, 0.0).task_id
+            for tag, entry in self.ledger.entries()
+            if start in entry
+        }
+        return {task_id for task_id in ids if task_id.startswith(start)}
+
     def taken(self, tags: Iterable[str]) -> dict[str, float]:
         """Return when kombu noted messages, by delivery tag; without those that are not there."""
         taken_at: dict[str, float] = {}
