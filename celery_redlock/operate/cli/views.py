@@ -159,7 +159,7 @@ def lock_notes(lock_list: LockList) -> list[str]:
     """Return what explains rows of the locks that no task has asked for by name."""
     if any(lock.resource.startswith(RUN_PREFIX) for lock in lock_list.locks):
         name = f"{RUN_PREFIX}<task id>"
-        return [f"{name} locks a message: redelivered, it does not run twice at once"]
+        return [f"{name}: keeps a second delivery of the message from running beside the first"]
     return []
 
 
