@@ -565,6 +565,10 @@ def test_an_operator_sees_who_holds_a_lock_and_who_waits_for_it(busy: Busy) -> N
     waiting = see_waiting(busy.resource)
     assert (waiting["task_id"], waiting["resources"]) == (busy.waiting.id, [busy.resource])
     assert waiting["deferrals"] >= 1
+    apart = rf"RESOURCE .*\n{busy.resource} .* waits\n\nWAITS FOR .*\n{busy.resource} .*\n"
+    eventually(lambda: re.fullmatch(apart, command("waiters", busy.resource).output))
+    told = command("top", "--count", "1", busy.resource).output
+    assert len(re.findall(r"\n\n(RESOURCE|WAITS FOR) ", told)) == 3, told
     for words in (("show", busy.resource), ("top", "--count", "1", busy.resource)):
         assert in_json(*words)["locks"][0]["holder"] == held["holder"], words
     told = command("show", busy.resource).output

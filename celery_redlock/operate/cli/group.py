@@ -198,12 +198,20 @@ def format_duration(seconds: float) -> str:
 
 
 def print_all(*parts: str | Table, err: bool = False) -> None:
-    """Print lines and tables, one below the other. err: print to stderr."""
+    """Print lines and tables, one below the other, and an empty line between two tables.
+
+    err: print to stderr.
+    """
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else PIPE_WIDTH
     tables = iter(with_short_ids([part for part in parts if isinstance(part, Table)]))
+    is_below_table = False
     for part in parts:
         is_table = isinstance(part, Table)
         lines = next(tables).lines(width) if is_table else _wrapped(escaped(str(part)), width)
+        has_rows = isinstance(part, Table) and bool(part.rows)
+        if is_below_table and has_rows:
+            click.echo(err=err)
+        is_below_table = has_rows
         click.echo("\n".join(lines), err=err)
 
 
