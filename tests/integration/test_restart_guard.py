@@ -62,7 +62,7 @@ def test_on_new_nodes_runs_wait_for_the_silence_to_end_and_are_told_of_it(
     reason = re.compile(
         r"Task \S+\[\S+\] deferred: lock 'k:k' has no quorum of 2 nodes "
         r"\((127.0.0.1:\d+(, )?){2,3}: grants no lock for \d+ s more \(restart guard\)\); "
-        r"it tries again in \d+\.\d\d s\n"
+        r"it tries again within \d+\.\d\d s\n"
     )
     eventually(lambda: reason.search(worker.output()))
     assert "Bring these nodes back" not in worker.output()

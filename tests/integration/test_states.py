@@ -328,7 +328,7 @@ def test_without_a_quorum_whoever_waits_is_told_by_every_rule_or_it_runs_unlocke
     waited = stage.info(waiting)["result"]["waited"]  # each deferral says how long it has been so
     stage.see_deferred(waiting, stage.deferrals(waiting) + 1)
     assert 0 < waited < stage.info(waiting)["result"]["waited"]
-    line = r"lock 'k:waits' has no quorum of 2 nodes \(\S+: .*; \S+: .*\); it tries again in "
+    line = r"lock 'k:waits' has no quorum of 2 nodes \(\S+: .*; \S+: .*\); it tries again within "
     assert re.search(line + r"[\d.]+ s\n", worker.output())
 
 

@@ -183,8 +183,10 @@ def _describe_wait(delivery: Delivery, refusal: Refusal, deferral: Deferral, is_
     """Return in few words what ends a wait. is_kept: in RabbitMQ, where it hears of no release."""
     error = refusal.error
     countdown = deferral.countdown
-    if not isinstance(error, LockTaken) or is_kept:
+    if is_kept:
         return f"tries again in {countdown:.2f} s"
+    if not isinstance(error, LockTaken):  # earlier, if another node is back before that
+        return f"tries again within {countdown:.2f} s"
     if error.rate:
         return "waits for its next start"
     if not deferral.waits_for_release or delivery.request.expires is not None:
