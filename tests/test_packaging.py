@@ -86,6 +86,7 @@ PAGES_IN_THE_WHEEL = (
     "operations/troubleshooting.md",
     "operations/upgrade.md",
     "reference/errors.md",
+    "reference/keys.md",
     "reference/log-messages.md",
 )
 

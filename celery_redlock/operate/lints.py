@@ -50,13 +50,11 @@ NEVER_REDELIVERING = frozenset(
     ("filesystem", "sql", "mongodb", "consul", "etcd", "zookeeper", "azurestoragequeues")
 )
 DEFAULT_PREFETCH = 4  # Celery's default of worker_prefetch_multiplier
-# the extras of kombu whose name differs from the scheme of the URL
-_EXTRAS = {
+_EXTRAS = {  # the extras of kombu whose name differs from the scheme of the URL
     **dict.fromkeys(("rediss", "sentinel"), "redis"),
     "sqla": "sqlalchemy",
     "kafka": "confluentkafka",
 }
-_OPTIONS_OF_KEY = (*KEY_LIMIT_OPTIONS, "debounce")  # each applies to all runs with one key
 # a locked task, and the options in force in the queue of its own routing
 TaskInQueue: TypeAlias = tuple[LockedTask, EffectiveOptions]
 
@@ -271,7 +269,6 @@ def _time_limits(task: LockedTask, options: EffectiveOptions) -> Iterator[Lint]:
             f"{visibility:g} s, is delivered twice: lower it, or raise visibility_timeout"
         )
         yield Lint(WARNING, f"task {task.name!r}: default_retry_delay", f"{retry_delay:g}", hint)
-    name = task.name
     ttl = options["ttl"].value
     time_limit = time_limit_of(task)
     source = str(options["renew"].source)
@@ -279,13 +276,13 @@ def _time_limits(task: LockedTask, options: EffectiveOptions) -> Iterator[Lint]:
         return
     if time_limit is None:
         hint = (
-            f"a body of {name} that runs for longer than ttl={ttl:g} loses its lock, and "
+            f"a body of {task.name} that runs for longer than ttl={ttl:g} loses its lock, and "
             "no time limit ends it: set a time_limit below the ttl, or renew"
         )
         yield Lint(ADVICE, source, "False", hint)
     elif time_limit > ttl:
         hint = (
-            f"{name} may run for {time_limit:g} s, and its lock ends after ttl={ttl:g}: lower "
+            f"{task.name} may run for {time_limit:g} s, and its lock ends after ttl={ttl:g}: lower "
             "the time limit, raise the ttl, or renew"
         )
         yield Lint(WARNING, source, "False", hint)
@@ -297,10 +294,9 @@ def _shared_limits(tasks: Sequence[TaskInQueue]) -> Iterator[Lint]:
     for task, options in tasks:
         config = config_of(task)
         limit = options["limit"].value
-        queue = options.queue
         if callable(limit):
             continue
-        shapes = config.shapes(config.options_for(queue), queue)
+        shapes = config.shapes(config.options_for(options.queue), options.queue)
         by_shape = dict(zip(shapes, templates_of(options["key"].value), strict=True))
         for shape, template in by_shape.items():
             task_limit = limit.get(template, 1) if isinstance(limit, Mapping) else limit
@@ -323,28 +319,19 @@ def _limits_without_key(app: Any, tasks: Sequence[TaskInQueue]) -> Iterator[Lint
     affected_options = [
         options[name]
         for task, options in tasks
-        for name in _OPTIONS_OF_KEY
-        if options["key"].value is None
-        and options["args"].value is None
-        and _is_split_by_arguments(options[name], task)
+        if options["key"].value is options["args"].value is None
+        for name in (*KEY_LIMIT_OPTIONS, "debounce")
+        if _is_split_by_arguments(options[name], task)
     ]
     for pattern, level in settings_of(app).queues.items():
         if not decides_key(level):
-            for name in filter(level.__contains__, _OPTIONS_OF_KEY):
-                source = OptionSource.at("queues", name, pattern)
-                option = OptionValue(name, level[name], source)
+            for name in filter(level.__contains__, (*KEY_LIMIT_OPTIONS, "debounce")):
+                option = OptionValue(name, level[name], OptionSource.at("queues", name, pattern))
                 if any(_is_split_by_arguments(option, task) for task in without_key):
                     affected_options.append(option)
     for option in affected_options:
-        hint = (
-            "no key is set, so it applies to each set of arguments alone: set a key, as "
-            '"{task}" or "{queue}"'
-        )
-        if option.name == "debounce":
-            hint = (
-                "no key is set, so it applies to each set of arguments alone: name in lock_args, "
-                "or a key, the arguments that calls of one burst share"
-            )
+        key = '"{task}" or "{queue}"' if option.name != "debounce" else '"{task}:{id}"'
+        hint = f"no key is set, so it applies to each set of arguments alone: set a key, as {key}"
         yield Lint(WARNING, str(option.source), repr(option.value), hint)
 
 
