@@ -20,7 +20,7 @@ from celery_redlock.operate.pass_through import changing_call
 from celery_redlock.tasks.arguments import BEHIND_A_DECORATOR
 from celery_redlock.tasks.declaration import ENTRY_ATTRIBUTE, config_of
 from celery_redlock.tasks.per_app import settings_of
-from celery_redlock.tasks.startup import locked_tasks
+from celery_redlock.tasks.startup import locks_tasks
 from celery_redlock.tasks.task import LockedTask
 
 logger = logging.getLogger(__name__)
@@ -35,7 +35,8 @@ def report_lints(sender: Any = None, **_: Any) -> None:
         return
     _reported.add(app)
     try:
-        if not (locked_tasks(app) and settings_of(app).nodes):
+        # an entry of `redlock_tasks` with a wrong name may be all that was to lock a task
+        if not (locks_tasks(app) and settings_of(app).nodes):
             return
         lints = lint(app)
         decisions = open_decisions(app)

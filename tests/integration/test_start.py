@@ -49,6 +49,19 @@ try:
 except Exception:
     print("swallowed")
 """
+MISSPELT = """
+from celery.signals import celeryd_after_setup
+
+app.conf.redlock_tasks = {"shop.taek": {"key": "stock"}}
+
+@celeryd_after_setup.connect
+def stop_last(**_):  # behind the receivers of an app that binds no locked task
+    worker_ready.disconnect(stop)
+    worker_ready.connect(stop)
+
+@app.task
+def take(sku): ...
+"""
 NODES = 'app.conf.redlock_nodes = ["redis://127.0.0.1:1"]\n'
 UNLOCKED = OWN.replace("LockedTask)", "LockedTask, lock_key=False)")
 OWN_POOL = """
@@ -182,6 +195,18 @@ def test_a_worker_without_nodes_runs_all_but_the_locked_tasks_that_are_shared(
     (line,) = [line for line in lines if "WARNING" in line or "ERROR" in line]
     assert "WARNING" in line
     assert "no lock can be acquired: app: redlock_nodes=None" in line
+
+
+@pytest.mark.parametrize("others", ["", OWN.replace("take", "count")], ids=["alone", "beside one"])
+def test_a_worker_warns_of_a_misspelt_name_also_if_it_locks_nothing(
+    tmp_path: Path, others: str
+) -> None:
+    done = celery(tmp_path, NODES + MISSPELT + others, "worker", "-P", "solo", "-l", "WARNING")
+    assert "] ready" in done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if "redlock_tasks" in line]
+    assert ": WARNING/" in line
+    hint = "'shop.taek': is not a task of this worker; did you mean 'shop.take'?"
+    assert f"app: redlock_tasks={hint}" in line
 
 
 def test_celerys_inspect_knows_our_commands_by_name_alone(tmp_path: Path) -> None:
