@@ -163,6 +163,13 @@ def test_the_text_of_a_line_or_an_error_finds_the_passage(text: str, title: str)
     assert explain(text).stdout.startswith(f"{title}\n")
 
 
+@pytest.mark.parametrize("word", ["NOSCHEMA", "`OLDERSCHEMA`", "tryagain"])
+def test_a_word_of_a_servers_error_finds_the_passage_with_its_row(word: str) -> None:
+    """Not one that leads on to it."""
+    assert explain(word).stdout.startswith("A PostgreSQL gives no vote\n")
+    assert explain("NOREPLICAS").stdout.startswith("A node gives no vote\n")
+
+
 def test_each_line_of_the_log_finds_the_passage_that_its_row_leads_to_or_the_row() -> None:
     table = re.findall(r"^\| `(.+)` \| `(\w+)` \| (.+) \|$", LOG_PAGE, re.MULTILINE)
     assert len(table) > 50

@@ -39,6 +39,7 @@ SIMILAR_SHARE = 0.9  # of the best score; passages above it match as well
 _Word: TypeAlias = tuple[str, ...]  # a word, or two words that follow each other
 _PASSAGE = re.compile(r"^- \[(.+)\]\((.*)#([\w-]+)\): ((?:.+\n)+?)(?=- |\n)", re.MULTILINE)
 _ROW = re.compile(r"^\| (`.+`) \| `(\w+)` \| (.+) \|$", re.MULTILINE)
+_FIRST_CELL = re.compile(r"^\| (.+?) \| (.+) \|$", re.MULTILINE)
 _NAME = re.compile(r"(?<!\w)'\S*")  # a quoted name, which differs from line to line
 _ANCHOR = re.compile(r"#([\w-]+)\)")
 _LINK = re.compile(r"\[([^\]]+)\]\([^)]*\)")
@@ -109,7 +110,11 @@ def find_passage(code: str, passages: dict[str, Passage]) -> Passage:
     """
     anchor = anchor_of(code.rpartition("#")[2].rpartition("redlock explain ")[2])
     codes = [anchor] if anchor in passages else [code for code in passages if anchor in code]
-    matching = [passages[matching_code] for matching_code in codes] or find_by_words(code, passages)
+    matching = (
+        [passages[matching_code] for matching_code in codes]
+        or find_by_row(code, passages)
+        or find_by_words(code, passages)
+    )
     if len(matching) > 1:
         raise command_error(
             f"{code} matches several: {', '.join(passage.code for passage in matching)}"
@@ -118,6 +123,21 @@ def find_passage(code: str, passages: dict[str, Passage]) -> Passage:
         hint = closest_or_all(anchor, list(passages), "`celery redlock explain` lists the codes")
         raise command_error(f"{code} is not a code, and no passage has its words; {hint}")
     return matching[0]
+
+
+def find_by_row(text: str, passages: dict[str, Passage]) -> list[Passage]:
+    """Return the passage with a table's row about a text, such as the word of a server's error.
+
+    A row that leads to another passage does not count. Empty if several passages have such a row.
+    """
+    quoted = f"`{text.strip(' `').lower()}`"
+    found = {
+        code: passage
+        for code, passage in passages.items()
+        for first_cell, rest in _FIRST_CELL.findall(passage.text)
+        if quoted in first_cell.lower() and passages.keys().isdisjoint(_ANCHOR.findall(rest))
+    }
+    return list(found.values()) if len(found) == 1 else []
 
 
 def find_by_words(text: str, passages: dict[str, Passage]) -> list[Passage]:
