@@ -25,13 +25,14 @@ from celery.app.registry import TaskRegistry
 
 from celery_redlock import anchors, compatibility
 from celery_redlock.compatibility import find
-from celery_redlock.errors import NodeError, SettingsError
+from celery_redlock.errors import SettingsError
 from celery_redlock.lock.node_status import (
     ask_nodes,
     compare_shared_settings,
     shared_settings_of,
 )
 from celery_redlock.lock.reports import NodeList
+from celery_redlock.lock.server.error_hints import passage_of
 from celery_redlock.tasks import per_app
 from celery_redlock.tasks.children.reaper import watch_children
 from celery_redlock.tasks.declaration import ENTRY_ATTRIBUTE, config_of, to_leave_out
@@ -358,7 +359,7 @@ def _log_report(report: NodeList) -> None:
     silent = report.silent
     of_nodes = f"of {nodes} lock nodes"
     needed_text = f", {report.needed} needed"
-    causes = [str(NodeError(node, cause)) for node, cause in report.failing.items()]
+    causes = [f"{node}: {cause}" for node, cause in report.failing.items()]
     failing_text = f"; failing: {'; '.join(causes)}" if causes else ""
     left = math.ceil(max(silent.values(), default=0.0))
     if not silent:
@@ -378,6 +379,9 @@ def _log_report(report: NodeList) -> None:
         # without a failing node the wait ends by itself
         level = logging.ERROR
         text = anchors.see(text, anchors.NO_QUORUM)
+    elif failing_text:
+        passages = dict.fromkeys(map(passage_of, report.failing.values()))
+        text = anchors.see(text, " and ".join(passages))
     fields = {
         "event": "nodes_answer", "answering": nodes - len(causes), "voting": report.voting,
         "nodes": nodes, "quorum": report.needed,

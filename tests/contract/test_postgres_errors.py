@@ -18,6 +18,7 @@ from celery_redlock import QuorumUnreachable, Redlock
 from celery_redlock.errors import SettingsError
 from celery_redlock.lock.node_status import read_nodes
 from celery_redlock.lock.postgres.schema import VERSION
+from celery_redlock.operate.cli.views import summary_line
 from celery_redlock.testing.servers import claim_port
 from tests import fork_server
 from tests.conftest import NODE_TIMEOUT, eventually
@@ -182,6 +183,18 @@ class TestAServer:
                 f"version 99, and this release needs {VERSION}",
                 "install that newer release",
             )
+
+    def test_whose_lines_and_doctor_lead_to_the_passage_of_a_postgresql(
+        self, node: PostgresNode, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        with without_schema(node):
+            refused(node.url)
+            eventually(lambda: "gives no vote" in caplog.text)
+            with Redlock([node.url]) as redlock:
+                told = summary_line(read_nodes(redlock.session), [])
+        (line,) = {line for line in caplog.messages if "gives no vote" in line}
+        for text in (line, told):
+            assert text.endswith("See `celery redlock explain a-postgresql-gives-no-vote`")
 
     @pytest.mark.parametrize(
         ("reply", "words", "hint"),

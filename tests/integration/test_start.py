@@ -209,6 +209,12 @@ def test_a_worker_warns_of_a_misspelt_name_also_if_it_locks_nothing(
     assert f"app: redlock_tasks={hint}" in line
 
 
+def test_the_line_of_nodes_that_fail_names_one_passage(tmp_path: Path) -> None:
+    done = celery(tmp_path, NODES + OWN, "worker", "-P", "solo", "-l", "WARNING")
+    (line,) = [line for line in done.stderr.splitlines() if "lock nodes answer" in line]
+    assert line.endswith("Connection refused. See `celery redlock explain no-quorum`")
+
+
 def test_celerys_inspect_knows_our_commands_by_name_alone(tmp_path: Path) -> None:
     asked = celery(tmp_path, "", "inspect", "-t", "0.1", "redlock_held")
     assert "No nodes replied" in asked.stderr

@@ -22,6 +22,7 @@ ANCHORS = {
     name: value for name, value in vars(anchors).items() if name.isupper() and name[0] != "_"
 }
 AT_ERROR = {"error", "exception", "critical", "log"}  # log: of a level that is found at run time
+_HEADING = re.compile(r"anchors\.|passage_of\(")
 _LOGS = re.compile(r"logger\.|logging\.ERROR")
 # These lines end with the text of a RedlockError, which names its own heading.
 END_WITH_AN_ERROR = {
@@ -94,7 +95,7 @@ def words_with_a_heading(function: ast.FunctionDef) -> set[str]:
                 if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
                     pairs = list(zip(target.elts, node.value.elts, strict=True))
                 found |= {
-                    ast.unparse(name) for name, made in pairs if "anchors." in ast.unparse(made)
+                    ast.unparse(name) for name, made in pairs if _HEADING.search(ast.unparse(made))
                 }
     return found
 

@@ -15,7 +15,7 @@ from celery_redlock.lock.engine.watchdog import Watchdog
 from celery_redlock.lock.model.acquisition import Acquisition
 from celery_redlock.lock.model.lease import Lease
 from celery_redlock.lock.platform.clock import Clock
-from celery_redlock.lock.server.error_hints import hint_of, strip_args, with_hint
+from celery_redlock.lock.server.error_hints import hint_of, passage_of, strip_args, with_hint
 from celery_redlock.lock.server.handshake import ServerInfo
 from celery_redlock.lock.transport.node import Node
 
@@ -203,7 +203,7 @@ class Events:
         else:
             extra = {"event": "node_failed", "node": name}
             text = "node %s gives no vote: %s. See %s"
-            see = anchors.NODE_FAILS
+            see = passage_of(error.cause)
             logger.error(text, name, with_hint(error.cause), see, extra=extra)
             record = NodeFailedEvent(name, error.cause)
         with self.sending:
@@ -231,7 +231,7 @@ class Events:
         if hint and (node.index, hint) not in self._reported_hints:
             self._reported_hints.add((node.index, hint))
             text = f"sends no message, so waiters poll: {with_hint(strip_args(cause))}"
-            self._log("messages_refused", logging.WARNING, text, node, anchors.NODE_FAILS)
+            self._log("messages_refused", logging.WARNING, text, node, passage_of(cause))
 
     def _log(self, event: str, level: int, text: str, node: Node, see: str) -> None:
         extra = {"event": event, "node": node.name}

@@ -6,6 +6,7 @@ import functools
 import re
 from collections.abc import Mapping, Sequence
 
+from celery_redlock import anchors
 from celery_redlock.errors import NodeError, abstention_cause
 from celery_redlock.label import escaped
 from celery_redlock.lock.server.rights import ACL_RULES
@@ -72,38 +73,47 @@ _MISCONFIGURED = {  # no vote before an operator changes a setting
 }
 # fmt: on
 _REPLICA = {_NOT_A_PRIMARY}  # hints of errors of a server that is no primary
+_OF_POSTGRESQL: set[str] = set()  # signs
 
 
 @functools.cache
-def _known() -> tuple[re.Pattern[str], list[tuple[bool, str]]]:
-    """Return what finds the first sign in a text. And by sign: is a setting wrong, and the hint."""
+def _known() -> tuple[re.Pattern[str], list[tuple[str, str]]]:
+    """Return what finds the first sign in a text, and all signs, each with its hint."""
     signs = {**_TEMPORARY, **_MISCONFIGURED}
-    meanings = [(sign in _MISCONFIGURED, hint) for sign, hint in signs.items()]
-    return re.compile("|".join(rf"((?<!\w)(?:{sign})(?!\w))" for sign in signs)), meanings
+    return re.compile("|".join(rf"((?<!\w)(?:{sign})(?!\w))" for sign in signs)), list(
+        signs.items()
+    )
 
 
 def add_signs(temporary: Mapping[str, str], misconfigured: Mapping[str, str], replica: str) -> None:
-    """Know the errors of another kind of node, too. replica: the hint of those of a replica."""
+    """Know the errors of a PostgreSQL, too. replica: the hint of those of a standby."""
     _TEMPORARY.update(temporary)
     _MISCONFIGURED.update(misconfigured)
     _REPLICA.add(replica)
+    _OF_POSTGRESQL.update(temporary, misconfigured)
     _known.cache_clear()
 
 
-def _meaning(text: str) -> tuple[bool, str]:
-    """Return whether the first known words of a text mean a wrong setting, and the hint."""
+def _meaning(text: str) -> tuple[str, str]:
+    """Return the sign of the first known words of a text, and its hint; "" for each if unknown."""
     # Anywhere in the text: servers before 7 wrap an error of a script in their own ERR. Only the
     # first match: a later one may be in an argument of ours that the server repeats.
-    pattern, meanings = _known()
+    pattern, signs = _known()
     match = pattern.search(text, 0, MAX_CAUSE_LENGTH)
     if match is None or match.lastindex is None:
-        return False, ""
-    return meanings[match.lastindex - 1]
+        return "", ""
+    return signs[match.lastindex - 1]
 
 
 def is_misconfigured(text: str) -> bool:
     """Return whether a node cannot vote before an operator changes a setting."""
-    return _meaning(text)[0]
+    return _meaning(text)[0] in _MISCONFIGURED
+
+
+def passage_of(text: str) -> str:
+    """Return the command that prints the passage about an error of a node; as `hint_of`."""
+    is_of_postgresql = _meaning(text)[0] in _OF_POSTGRESQL
+    return anchors.POSTGRESQL_FAILS if is_of_postgresql else anchors.NODE_FAILS
 
 
 def hint_of(text: str) -> str:

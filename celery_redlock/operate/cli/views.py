@@ -31,6 +31,7 @@ from celery_redlock.lock.reports import (
     WaitingList,
     WaitingProcess,
 )
+from celery_redlock.lock.server.error_hints import passage_of
 from celery_redlock.operate.cli.group import (
     SHORT_ID_LENGTH,
     Table,
@@ -86,7 +87,8 @@ def summary_line(nodes: NodeList, lints: Sequence[Lint]) -> str:
     if not counts:
         return "No problems found."
     waits = [not node.fails for node in not_voting]  # a grace period
-    codes = [anchors.NODE_FAILS] * (False in waits) + [anchors.NODE_RESTARTED] * (True in waits)
+    codes = list(dict.fromkeys(passage_of(node.error) for node in not_voting if node.fails))
+    codes += [anchors.NODE_RESTARTED] * (True in waits)
     codes += [anchors.DOCTOR_REPORTS] * any(finding.level != ADVICE for finding in lints)
     return anchors.see(f"{' and '.join(counts)} found", " and ".join(codes))
 
