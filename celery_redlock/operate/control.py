@@ -15,7 +15,7 @@ from celery_redlock.label import Holder
 from celery_redlock.lock.model.keys import parts_of
 from celery_redlock.lock.node_status import in_iso, shared_settings_of
 from celery_redlock.lock.platform.clock import SystemClock
-from celery_redlock.tasks.children.reaper import held_by_children
+from celery_redlock.tasks.children.reaper import held_by_worker
 from celery_redlock.tasks.delivery.delivery import header_of
 from celery_redlock.tasks.delivery.header import Deferral
 from celery_redlock.tasks.per_app import redlock_of
@@ -24,14 +24,9 @@ from celery_redlock.tasks.waiting.room import waiters_of
 
 def held_locks_of(app: Any) -> list[dict[str, Any]]:
     """Return the locks that this worker and its pool's children hold. since: ISO 8601."""
-    held_values = {(entry.resource, entry.value) for entry in held_by_children()}
-    session = redlock_of(app).session
-    for acquisition in session.watchdog.watched:
-        if acquisition.held(session.clock.now()):
-            held_values |= {(lease.key.resource, lease.value) for lease in acquisition.leases}
     return [
         {"resource": resource, "holder": asdict(Holder.of(label)), "since": in_iso(acquired_at)}
-        for resource, value in sorted(held_values)
+        for resource, value in sorted(held_by_worker(redlock_of(app).session))
         for label, acquired_at, *_ in [parts_of(value)]
     ]
 

@@ -18,6 +18,7 @@ from celery_redlock.testing import EmbeddedNode, WorkerProcess
 from tests.conftest import Nodes, eventually
 from tests.integration.conftest import (
     STANDING,
+    MakeStage,
     Stage,
     Standing,
     overlaps,
@@ -174,3 +175,31 @@ def test_messages_that_wait_in_a_worker_of_rabbitmq_keep_no_other_out(
             stage.see_deferred(result)
         assert task.delay("other").get(timeout=60) == 0
     see_each_run_once(stage, "k", results)
+
+
+def test_a_message_behind_a_run_that_has_no_quorum_is_not_told_that_the_run_holds_its_lock(
+    make_stage: MakeStage, mortal_nodes: Nodes
+) -> None:
+    """The run that began before holds its lock, and is named as its holder."""
+    stage = make_stage(mortal_nodes)
+    worker, task = stage.worker(concurrency=3), stage.tasks.patient
+    holding = task.delay("held", "until it may end")
+    eventually(lambda: stage.lines("begin"))
+    stage.see_deferred(task.delay("held"))  # since then the main process hears of the nodes
+    for node in mortal_nodes[:2]:
+        node.kill()
+        missing = f"ERROR/MainProcess] node 127.0.0.1:{node.port} gives no vote"
+        eventually(lambda missing=missing: missing in worker.output())
+    behind = task.delay("held")
+    line = f"{behind.id}] deferred: lock 'k:held' is held by {task.name}[{holding.id}] on "
+    eventually(lambda: line in worker.output())
+
+    def is_needed_first() -> bool:
+        first, second = (task.delay("free") for _ in "12")
+        stage.see_deferred(second)
+        needed = f"deferred: lock 'k:free' is needed first by {task.name}[{first.id}] on "
+        return needed in worker.output()
+
+    eventually(is_needed_first)  # where the second one comes before the run of the first has tried
+    assert "lock 'k:free' is held by" not in worker.output()
+    stage.log.with_name("until it may end").touch()

@@ -21,11 +21,13 @@ from kombu import Connection, Queue
 from kombu.common import Broadcast
 
 from celery_redlock import LockedTask
+from celery_redlock.lock.node_status import ask_nodes
 from celery_redlock.lock.platform.clock import Platform
 from celery_redlock.signals import LockDeferredEvent, lock_deferred
 from celery_redlock.tasks.delivery.delivery import utc_now
 from celery_redlock.tasks.delivery.header import HEADER, Deferral, LockHeader
 from celery_redlock.tasks.execution.outcomes import Deferred
+from celery_redlock.tasks.per_app import redlock_of
 from celery_redlock.tasks.untried import defer_untried
 from celery_redlock.tasks.waiting.queues import QueueKey, WaitingTimes
 from celery_redlock.tasks.waiting.room import WaitingRoom
@@ -248,6 +250,33 @@ def test_a_run_of_the_worker_refuses_other_messages_and_not_its_own(worker: Work
         assert run.id in refusal.holder
     finally:
         state.reserved_requests.discard(run)
+
+
+def test_a_message_behind_a_run_without_a_quorum_is_not_told_that_the_run_holds_its_lock(
+    worker: Worker, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker.consumer.pool = SimpleNamespace(num_processes=2)
+    session = redlock_of(worker.app).session
+    task = worker.task()
+    run = worker.receive(task, args=("other",))
+    state.reserved_requests.add(run)
+    first = f"{task.name}[{run.id}] on host"
+    try:
+        with caplog.at_level(logging.INFO, "celery_redlock"):
+            worker.receive(task, args=("other",))  # as far as the worker knows, its node votes
+            ask_nodes(session)
+            waits = worker.receive(task, args=("other",))
+            worker.receive(worker.task(lock_max_wait=60.0), args=("other",))
+    finally:
+        state.reserved_requests.discard(run)
+    ends = [line.partition(" deferred: lock 'k:other' is ")[2] for line in deferrals(caplog)]
+    assert ends[:2] == [
+        f"held by {first}; it waits for a release",
+        f"needed first by {first}; it waits behind that task",
+    ]
+    assert ends[2].startswith(f"needed first by {first}; it waits behind that task, for ")
+    stored = eventually(lambda: task.AsyncResult(waits.id).info)
+    assert run.id in stored["holder"]
 
 
 def test_a_run_for_which_no_quorum_voted_says_nothing_of_its_lock(worker: Worker) -> None:

@@ -228,6 +228,23 @@ def held_by_children() -> list[JournalEntry]:
     return [entry for entry in entries_by_value.values() if entry.is_requested]
 
 
+def held_by_worker(session: Session) -> set[tuple[str, str]]:
+    """Return resource and value of each key that this process and its children hold now."""
+    held = {(entry.resource, entry.value) for entry in held_by_children()}
+    for acquisition in session.watchdog.watched:
+        if acquisition.held(session.clock.now()):
+            held |= {(lease.key.resource, lease.value) for lease in acquisition.leases}
+    return held
+
+
+def may_hold(session: Session, resource: str, label: str) -> bool:
+    """Return False if a run of this worker holds no lock, and can take none without a quorum."""
+    failing = [node for node in session.nodes.all if node.error is not None]
+    if len(session.nodes.all) - len(failing) >= session.nodes.quorum:
+        return True  # it takes the lock by the time that anybody reads of it
+    return (resource, label) in [(name, label_of(value)) for name, value in held_by_worker(session)]
+
+
 def expect_children(sender: Any, **_: Any) -> Children | None:
     """Prepare for forks before the pool is made, if the pool may fork; return `Children` for it."""
     # Source: celery.worker.worker sends worker_init before it resolves the pool's name

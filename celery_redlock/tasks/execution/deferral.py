@@ -18,9 +18,11 @@ from celery_redlock.errors import (
     describe_taken,
     summarize_causes,
 )
+from celery_redlock.label import Holder
 from celery_redlock.tasks.delivery.header import Deferral
 from celery_redlock.tasks.settings.call import TaskCall
 from celery_redlock.tasks.settings.options import Backoff, TaskLockOptions
+from celery_redlock.tasks.waiting.queues import BehindRun
 
 STRATEGIES = ("defer", "skip", "fail")
 REDELIVERY_BACKOFF = Backoff(first=1.0, cap=30.0)  # between the tries of a redelivered message
@@ -195,4 +197,6 @@ def with_history(refusal: Refusal) -> NotAcquired:
 def describe_refusal(error: NotAcquired) -> str:
     if isinstance(error, QuorumUnreachable):
         return f"no quorum of {counted(error.quorum, 'node')} ({summarize_causes(error.causes)})"
+    if isinstance(error, BehindRun):
+        return f"needed first by {Holder.of(error.holder)}"
     return describe_taken(error) if isinstance(error, LockTaken) else "not acquired"

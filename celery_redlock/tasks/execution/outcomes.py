@@ -39,6 +39,7 @@ from celery_redlock.tasks.execution.deferral import (
 from celery_redlock.tasks.per_app import settings_of, time_of_nodes
 from celery_redlock.tasks.recovery.keeper import end_if_moved
 from celery_redlock.tasks.reporting import StateReporter
+from celery_redlock.tasks.waiting.queues import BehindRun
 
 logger = logging.getLogger(__name__)
 
@@ -189,11 +190,12 @@ def _describe_wait(delivery: Delivery, refusal: Refusal, deferral: Deferral, is_
         return f"tries again within {countdown:.2f} s"
     if error.rate:
         return "waits for its next start"
+    awaited = "behind that task" if isinstance(error, BehindRun) else "for a release"
     if not deferral.waits_for_release or delivery.request.expires is not None:
-        return f"waits for a release, for {countdown:.2f} s at most"
+        return f"waits {awaited}, for {countdown:.2f} s at most"
     if error.unrenewed_for is not None:
         return f"waits for a release, or for the end of the lease in {error.expires_in:.0f} s"
-    return "waits for a release"
+    return f"waits {awaited}"
 
 
 def skip(delivery: Delivery, resource: str, reason: str, rate: str = "") -> NoReturn:

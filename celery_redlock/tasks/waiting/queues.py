@@ -248,6 +248,13 @@ class QuorumHistory:
         return is_missed
 
 
+class BehindRun(LockTaken):
+    """Another run of this worker is before a message, and has no lock: no quorum votes.
+
+    holder: the label of that run, for which the message waits all the same.
+    """
+
+
 class RefusalHistory:
     """The last refusal of each lock or rate to a run of this worker; for any thread.
 

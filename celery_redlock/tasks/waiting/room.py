@@ -35,6 +35,7 @@ from celery_redlock.lock.client import Redlock
 from celery_redlock.lock.engine.inbox import Inbox
 from celery_redlock.lock.model.keys import votes_channel, waiting_for
 from celery_redlock.lock.platform.clock import Platform, SystemClock
+from celery_redlock.tasks.children.reaper import may_hold
 from celery_redlock.tasks.delivery.delivery import header_of, seen_of, utc_now
 from celery_redlock.tasks.delivery.header import CLOCK_TOLERANCE, Deferral
 from celery_redlock.tasks.delivery.route import DELAYED_EXCHANGE, driver_of
@@ -47,6 +48,7 @@ from celery_redlock.tasks.waiting.loop import EventLoop
 from celery_redlock.tasks.waiting.prefetch import Prefetch, capacity
 from celery_redlock.tasks.waiting.queues import (
     WITHOUT_QUORUM,
+    BehindRun,
     MessageQueues,
     QueueKey,
     QuorumHistory,
@@ -274,7 +276,7 @@ class WaitingRoom(bootsteps.StartStopStep):
             run = self._dispatcher.run_of(queue.name) if queue.limit == 1 else None
             if run is not None and run.id == request.id:
                 return None  # this message, delivered once more: DEFERRED would hide its run
-            refusal = self._refusal_in(queue) if run is None else _refusal_by(run, queue)
+            refusal = self._refusal_in(queue) if run is None else self._refusal_by(run, queue)
             if refusal is not None:
                 return refusal
         self._dispatcher.note_leaving(request, queues)
@@ -285,6 +287,14 @@ class WaitingRoom(bootsteps.StartStopStep):
             has_waiters = self._queues.head(queue) is not None
             is_awaited = has_waiters or self._buckets.awaits_rate(queue)
         return self._refusals.refusal(queue, self._clock.now(), is_awaited=is_awaited)
+
+    def _refusal_by(self, run: Any, queue: QueueKey) -> LockTaken:
+        """Return the refusal of a message whose lock a run here has, or is about to take."""
+        resource, _ = waiting_for(queue.name)
+        label = label_of_run(str(run.delivery.run_id), run.hostname)
+        session = redlock_of(self._consumer.app).session
+        is_held = may_hold(session, resource, label)
+        return (LockTaken if is_held else BehindRun)(resource, label, None)
 
     def _queue_of(self, queue: QueueKey, task_name: str) -> QueueKey:
         has_rate = self._buckets.bucket_of(task_name) is not None
@@ -367,12 +377,6 @@ class WaitingRoom(bootsteps.StartStopStep):
         self._dispatcher.sweep()
         self._refusals.forget_old(self._clock.now(), self._queues)
         self._successor.look_again_if_due()
-
-
-def _refusal_by(run: Any, queue: QueueKey) -> LockTaken:
-    """Return the refusal of a message whose lock a run of this worker has, or is about to take."""
-    resource, _ = waiting_for(queue.name)
-    return LockTaken(resource, label_of_run(str(run.delivery.run_id), run.hostname), None)
 
 
 def _closing_twice(connect: Callable[..., Any], heartbeat: float | None = None) -> Any:
