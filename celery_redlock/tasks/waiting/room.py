@@ -94,14 +94,9 @@ class WaitingRoom(bootsteps.StartStopStep):
         self._prefetch = Prefetch(parent, self._loop, self._queues, times.eviction_interval)
         self.states = StoringThread(parent.app, self._loop.call_soon)
         self._dispatcher = Dispatcher(
-            parent,
-            self._loop,
-            self._clock,
-            self._queues,
-            self._buckets,
-            self._prefetch,
+            parent, self._loop, self._clock, self._queues, self._buckets, self._prefetch,
             self.states,
-        )
+        )  # fmt: skip
         self._successor = Successor(
             self._loop, self._clock, times, self._queues, self._buckets, self._dispatcher
         )
