@@ -67,8 +67,12 @@ function commands.DEL(key)
   return entry and 1 or 0
 end
 
-function commands.EXISTS(key)
-  return live(key) and 1 or 0
+function commands.EXISTS(...)
+  local there = 0
+  for _, key in ipairs({...}) do
+    there = there + (live(key) and 1 or 0)
+  end
+  return there
 end
 
 function commands.PTTL(key)
@@ -421,14 +425,6 @@ function plain.DEL(...)
     gone = gone + commands.DEL(key)
   end
   return gone
-end
-
-function plain.EXISTS(...)
-  local there = 0
-  for _, key in ipairs({...}) do
-    there = there + commands.EXISTS(key)
-  end
-  return there
 end
 
 function plain.FLUSHALL()

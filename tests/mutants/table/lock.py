@@ -228,7 +228,7 @@ MUTANTS = (
   return done"""),
     Mutant("a node that restarted empty votes at once",
            "lock/server/lua/grant.lua:", "contract/test_scripts.py::test_a_script",
-           "if not current and redis.call('EXISTS', KEYS[3]) == 1 then", "if false then"),
+           "if standing and not current then", "if false then"),
     Mutant("two holders after each other get one fencing token",
            "lock/server/lua/grant.lua:", "contract/test_scripts.py::test_a_script",
            "token = math.max(token + 1, tonumber(ARGV[3]))",

@@ -12,13 +12,15 @@
 --          {-1, pttl_ms}         the node lost its data and abstains; pttl: of its grace period
 -- With KEYS[5], each reply is a list with one more number at its end: as of lua/marker.lua. Then
 -- {1, token} has the token 0 without fencing.
-local current = redis.call('GET', KEYS[1])
 note_server(KEYS[2], KEYS[3], ARGV[4], ARGV[5])
 local done = KEYS[5] and ended_for(KEYS[5]) or nil  -- a Lua list ends before a nil
+-- mostly neither is there, which one command tells
+local standing = redis.call('EXISTS', KEYS[1], KEYS[3]) > 0
+local current = standing and redis.call('GET', KEYS[1])
 if current and current ~= ARGV[1] then
   return {0, redis.call('PTTL', KEYS[1]), current, wall(), done}
 end
-if not current and redis.call('EXISTS', KEYS[3]) == 1 then
+if standing and not current then
   return {-1, redis.call('PTTL', KEYS[3]), done}
 end
 if ARGV[3] == '' then
