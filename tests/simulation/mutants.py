@@ -738,20 +738,6 @@ def a_claim_that_ends_as_if_replaced() -> Iterator[None]:
         yield
 
 
-@mutant("replaced_in_its_burst", profile="orders-whose-claims-end")
-def one_node_that_calls_it_replaced() -> Iterator[None]:
-    """A message is dropped if one node, which may have missed a send, counts it as replaced."""
-    on_reply = RunStart.on_reply
-
-    def drop(self: RunStart, node: int, sent: float, reply: Any, run_id: str) -> None:
-        if type(reply) is list:
-            reply[0] = abs(reply[0])  # as of a later start
-        on_reply(self, node, sent, reply, run_id)
-
-    with patched(RunStart, on_reply=drop):
-        yield
-
-
 @mutant("two_queued", profile="orders-without-faults")
 def a_kept_place_that_is_forgotten() -> Iterator[None]:
     """A message is queued beside one that keeps its place, and the nodes know the last alone."""

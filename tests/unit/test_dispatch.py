@@ -204,6 +204,33 @@ def test_a_head_goes_on_though_the_news_of_it_fails() -> None:
     assert worker.ids == ["1"]
 
 
+@pytest.mark.parametrize("limit", [1, 2])
+def test_a_message_that_no_thread_could_take_holds_up_none_of_those_behind_it(
+    limit: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Celery counts it as in the pool until the worker ends."""
+
+    def fail(message: Message) -> None:
+        state.reserved_requests.add(message)
+        raise RuntimeError("can't start new thread")
+
+    worker = Worker()
+    worker.consumer.pool = SimpleNamespace(num_processes=2)
+    first = worker.admit("1", 1, limit=limit)
+    worker.admit("2", 2, limit=limit)
+    worker.apply = fail
+    try:
+        worker.release()
+        worker.apply = lambda message: None
+        assert "cannot dispatch task[1]" in caplog.text
+        assert worker.dispatcher.run_of("a") is None
+        assert worker.dispatcher.unbegun(first.queue) == 0
+        worker.release()
+        assert worker.ids == ["1", "2"]
+    finally:
+        state.reserved_requests.discard(first.request)
+
+
 def test_a_head_that_is_displaced_waits_for_its_turn() -> None:
     """The dispatched head is back before the next one tried."""
     worker = Worker()

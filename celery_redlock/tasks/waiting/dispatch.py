@@ -168,6 +168,15 @@ class Dispatcher:
         request = self._runs_by_resource.get(resource)
         return request if request in state.reserved_requests else None
 
+    def _forget_run(self, request: Any) -> None:
+        """Let those behind a message try their lock, though Celery counts it as in the pool."""
+        for resource, run in list(self._runs_by_resource.items()):
+            if run is request:
+                self._runs_by_resource.pop(resource, None)
+        for sent in list(self._sent_by_queue.values()):
+            if request in sent:
+                sent.remove(request)
+
     def unbegun(self, queue: QueueKey) -> int:
         """Return how many messages of a queue wait in the pool: their runs have not begun."""
         sent = self._sent_by_queue.pop(queue.name, [])
@@ -265,7 +274,11 @@ class Dispatcher:
         bucket = self._buckets.bucket_of(request.task.name)
         if bucket is None:
             self._buckets.note_left(request)
-            self._apply_eta_task(request)
+            try:
+                self._apply_eta_task(request)
+            except BaseException:  # as if no thread can start: Celery holds it, and never ends it
+                self._forget_run(request)
+                raise
         else:
             self._consumer.qos.decrement_eventually()
             self._buckets.enter(request, bucket)
