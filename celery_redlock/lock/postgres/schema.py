@@ -9,10 +9,8 @@ from typing import Any
 from celery_redlock.lock.model.keys import guard_keys
 
 VERSION = 4  # of schema.sql
-SERVING_VERSIONS = (
-    3,
-    4,
-)  # have all functions that this release calls, with a meaning that it knows
+# they have all functions that this release calls, with a meaning that it knows
+SERVING_VERSIONS = 3, 4
 APPLICATION = "celery_redlock"  # the application_name of clients, unless their URL names another
 MAX_CONNECTION_SHARE = 0.8  # of max_connections
 # of a transaction: until it ends, no row that was deleted since is vacuumed
