@@ -37,7 +37,7 @@ DEADLINE = 150.0  # s for a case
 THREADS, COROUTINES, RESOURCES, GREENLETS = 500, 1_000, 3_000, 400
 MEASURED = 2.0  # s of waiting
 SETTLED, SETTLE, STEP = 0.03, 3.0, 0.5  # of a core; s at the most; s between two looks
-UNRELATED_TTL = 15.0  # s: of a lock that is renewed meanwhile, and outlives a stall
+UNRELATED_TTL = 20.0  # s: of a lock that is renewed meanwhile, and outlives a stall
 WAIT_IN_THREAD, SPREAD = 8.0, 2.0  # s: the ends of the waits are spread over so many s
 WAIT_FOR_RESOURCE = 8.0  # s
 PATIENCE = 5.0  # s for a node's reply, on a machine that does much else
@@ -307,7 +307,11 @@ def greenlets(urls: Sequence[str]) -> dict[str, Any]:
     """
     resource.setrlimit(resource.RLIMIT_NOFILE, (DESCRIPTORS, DESCRIPTORS))
     clients = connected(urls)
-    with Redlock(urls, max_ttl=FAR) as redlock, Redlock(urls) as other, held(other, "r"):
+    with (
+        Redlock(urls, node_timeout=PATIENCE, max_ttl=FAR) as redlock,
+        Redlock(urls) as other,
+        held(other, "r"),
+    ):
         outcome(redlock.lock("r"), 1.0)  # connections for a waiter, which are kept for the next one
         before, most, outcomes = descriptors(), 0, list[tuple[str, float]]()
         renewed = redlock.lock("renewed", ttl=UNRELATED_TTL).acquire(wait=WAIT)
