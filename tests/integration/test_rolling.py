@@ -29,7 +29,7 @@ BEFORE = "9d40d29d"  # the commit; its headers and nodes have no number, and its
 OLD, NEW = "old", "new"
 # beside busy builds on one machine
 PATIENCE = 300.0
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800), pytest.mark.xdist_group("rolling")]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(1800), pytest.mark.xdist_group("rolling")]
 
 
 @pytest.fixture(scope="session")
