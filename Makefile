@@ -22,9 +22,8 @@ pythons:  ## what depends on the interpreter, on each of PYTHONS='...' or those 
 docs:  ## the site, in build/site
 	$(PYTHON) -m docs
 
-night:  ## with new seeds: all mutants; the simulator and the storm, SECONDS (600) each; two releases
+night:  ## with new seeds: all mutants; the simulator and the storm, SECONDS (600) each
 	$(PYTHON) -m tests.mutants
-	$(PYTHON) -m tests -m long tests/integration/test_rolling.py
 	$(PYTHON) -m tests.simulation --seconds $(SECONDS)
 	$(PYTHON) -m tests.integration.storm --seconds $(SECONDS)
 
