@@ -282,9 +282,10 @@ class Claim:
         """
         session = self._session
         nodes = session.nodes
-        if len(self._changed) < len(nodes.all):  # read the replies that came meanwhile
-            nodes.read([node for node in nodes.all if node.index not in self._changed])
         changed = self._changed
+        if len(changed) < len(nodes.all):
+            nodes.read([node for node in nodes.all if node.index not in changed])
+            changed = self._changed  # with the replies that came meanwhile
         now = session.clock.now()
         confirmed = self._requests.sent(self._value(SENT), self.duration, self._predecessors)
         if len(changed) == len(nodes.all):
@@ -302,8 +303,7 @@ class Claim:
     @property
     def _changed(self) -> set[int]:
         """The nodes that have this send's value by now."""
-        first, *others = self._rounds  # of most sends there are no others
-        return first.changed_nodes.union(*(round_.changed_nodes for round_ in others))
+        return set[int]().union(*(round_.changed_nodes for round_ in self._rounds))
 
     @uninterruptible
     def give_up(self) -> None:

@@ -46,7 +46,7 @@ class RunStart(ClaimRelease):
     def send_anyway(self) -> None:
         """Let the nodes that call the message replaced note its start. Does not wait."""
         self._anyway = "anyway"
-        self.send(self._refusing_nodes)
+        self.send(self._refusing_nodes.copy())  # another thread may add a late reply
 
     def command(self, handler: Handler | None = None) -> Command:
         words = "start", self._token, *self._start, self._anyway
