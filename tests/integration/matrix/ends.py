@@ -26,7 +26,7 @@ NOBODY = "never held"
 class After:
     """What is true after an end, for good.
 
-    state: of the result; more than one where Celery's processes race to store it. bodies: how many
+    state: of the result; more than one where Celery races to store it. bodies: how many
     ran for the one message. freed: who gave the first one's lock back. heir: the last body is run
     by the worker that comes after this one. instead: what may be true as well, where Celery races.
     """
