@@ -1,0 +1,18 @@
+"""Other software beside the package, really run: brokers, backends, agents, web servers and more.
+
+`python3 -m neighbours` runs each neighbour with real servers on loopback, in an environment of its
+own, and writes what was seen as a row of `celery_redlock/operate/works_with.json`. Read `row.py`
+first, then `brokers.py`, then `story.py`. Nothing of `tests` is imported here.
+
+- `row.py`: `Neighbour`, `Seen`, `Row`: what is declared, what a run saw, and what is published.
+- `run.py`: `Run`: runs a program of this folder in the environment of a neighbour.
+- `environment.py`: the environments: exact requirements, and a wheel of this checkout.
+- `servers.py`: servers on loopback, which end with the run.
+- `story_setup.py`: `Setup`: what the story is told: a broker, a backend, settings, an app.
+- `story.py`: the story: 30 tasks on three keys over two workers, one of which is killed.
+- `story_tasks.py`, `story_app.py`: the tasks of the story, and its app.
+  A neighbour may have an app of its own.
+- `bodies.py`: what the bodies note, and what follows from it: overlaps, lost, run twice.
+- `brokers.py`, `backends.py`, `schedulers.py`, `agents.py`, `task_classes.py`, `applications.py`,
+  `web_servers.py`, `lock_nodes.py`: the neighbours, one file for each kind.
+"""

@@ -1,0 +1,7 @@
+"""The backends that are run, or that are named as not run."""
+
+from __future__ import annotations
+
+from neighbours.row import Neighbour
+
+NEIGHBOURS: tuple[Neighbour, ...] = ()
