@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import datetime as dt
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -20,14 +21,14 @@ from pathlib import Path
 
 from example_worker.bootstrap import ensure
 from neighbours.environment import REPOSITORY, cache, distribution_of, environment, versions
-from neighbours.row import KINDS, NOT_RUN, Neighbour, Row, write_rows
+from neighbours.row import CONTROLS, KINDS, NOT_RUN, Neighbour, Row, write_rows
 
 
 def main(words: Sequence[str] | None = None) -> int:
     """Return the exit status: 0 if each run saw what its declaration says."""
     parser = argparse.ArgumentParser(prog="python3 -m neighbours", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help="a part of a neighbour's name")
-    parser.add_argument("--kind", choices=KINDS, help="only neighbours of this kind")
+    parser.add_argument("--kind", choices=(*KINDS, CONTROLS), help="only neighbours of this kind")
     parser.add_argument("--list", action="store_true", help="name the neighbours, and run none")
     options = parser.parse_args(words)
     declared = declarations()
@@ -54,7 +55,7 @@ def main(words: Sequence[str] | None = None) -> int:
 def declarations() -> list[Neighbour]:
     """Return all neighbours, in the order of their kinds."""
     ensure("example")  # the servers, whose module the next line imports
-    found = [import_module(f"neighbours.{kind}").NEIGHBOURS for kind in KINDS]
+    found = [import_module(f"neighbours.{kind}").NEIGHBOURS for kind in (*KINDS, CONTROLS)]
     return [neighbour for of_kind in found for neighbour in of_kind]
 
 
@@ -86,6 +87,7 @@ def publishable(neighbour: Neighbour) -> Row | None:
         print(f"{neighbour.name}: {surprise}", file=sys.stderr)
     if surprises:
         return None
+    shutil.rmtree(folder)
     installed = versions(python)
     names = neighbour.distributions or map(distribution_of, neighbour.requirements)
     return Row.of(

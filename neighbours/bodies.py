@@ -19,8 +19,8 @@ from pathlib import Path
 class Note:
     """One line. event: "begin" or "end" of a body, or "kill" of a worker.
 
-    task, key: the id of the message, and its key. at: seconds. group: the process
-    group of the worker, whose number is the pid of its leader.
+    task, key: the id of the message, and its key. at: seconds. group: the process group of the
+    worker, whose number is the pid of its leader.
     """
 
     event: str

@@ -15,6 +15,7 @@ KINDS = (
     *("brokers", "backends", "schedulers", "agents", "task_classes", "applications"),
     *("web_servers", "lock_nodes"),
 )
+CONTROLS = "controls"  # have no row: they show that a run finds what it should
 VERDICTS = WORKS, WITH_SETTING, REFUSED, DOES_NOT, NOT_RUN = (
     *("works", "works with this setting", "refused", "does not", "not run"),
 )
@@ -50,7 +51,7 @@ class Seen:
 class Neighbour:
     """Other software that runs beside the package, and what a run of it should see.
 
-    name: as a reader looks for it, such as "RabbitMQ, quorum queues". kind: one of `KINDS`.
+    name: as a reader looks for it, such as "RabbitMQ, quorum queues". kind: of `KINDS`, or CONTROLS.
     run: starts what it needs, and returns what it saw; None if it is not run.
     requirements: exact, such as "SQLAlchemy==2.1.9"; Celery, kombu and redis-py are always there.
     distributions: those of which the row gives the version; empty means all of the requirements.

@@ -53,7 +53,7 @@ class Run:
             here.symlink_to(Path(__file__).parent)
         path = self.folder / "setup.json"
         setup.write(path)
-        variables = {**os.environ, **(env or {}), VARIABLE: str(path)}
+        variables = {**os.environ, **(env or {}), VARIABLE: str(path), "TMPDIR": str(self.folder)}
         command = [str(self.python), "-m", module]
         subprocess.run(command, check=True, cwd=self.folder, env=variables)
         seen = json.loads((self.folder / "seen.json").read_text())

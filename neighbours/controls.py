@@ -1,0 +1,24 @@
+"""Runs that have to find a fault, so that a row without one says something. They have no row."""
+
+from __future__ import annotations
+
+from neighbours.row import CONTROLS, DOES_NOT, Neighbour, Seen
+from neighbours.run import Run
+
+
+def unlocked(run: Run) -> Seen:
+    return run.story(app="neighbours.unlocked_app", patience=15)
+
+
+NEIGHBOURS = (
+    Neighbour(
+        "Tasks without the base class",
+        CONTROLS,
+        "Bodies of one key overlap, and a killed one comes back after the visibility timeout.",
+        unlocked,
+        verdict=DOES_NOT,
+        faults=frozenset(
+            ("overlaps", "waiting", "revoke", "unique", "redelivery", "lost"),
+        ),
+    ),
+)
