@@ -51,8 +51,8 @@ class Seen:
 class Neighbour:
     """Other software that runs beside the package, and what a run of it should see.
 
-    name: as a reader looks for it, such as "RabbitMQ, quorum queues". kind: of `KINDS`, or CONTROLS.
-    run: starts what it needs, and returns what it saw; None if it is not run.
+    name: as a reader looks for it, such as "RabbitMQ, quorum queues". kind: of `KINDS`, or
+    CONTROLS. run: starts what it needs, and returns what it saw; None if it is not run.
     requirements: exact, such as "SQLAlchemy==2.1.9"; Celery, kombu and redis-py are always there.
     distributions: those of which the row gives the version; empty means all of the requirements.
     verdict: one of `VERDICTS`. sentence: what a reader has to know. setting: without which it does

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,14 @@ from neighbours.bodies import note
 from neighbours.story_setup import read_setup, run_folder
 
 KEYS = ("a", "b", "c")
-OPTIONS: dict[str, Any] = {
-    "lock_key": "story:{key}", "lock_backoff": Backoff(first=0.1, cap=1.0), "acks_late": True,
-}  # fmt: skip
-UNIQUE = {"lock_unique_for": 600}
+LATE: dict[str, Any] = {"acks_late": True}
+LOCKED: dict[str, Any] = {
+    **LATE,
+    "base": LockedTask,
+    "lock_key": "story:{key}",
+    "lock_backoff": Backoff(first=0.1, cap=1.0),
+}
+UNIQUE: dict[str, Any] = {"lock_unique_for": 600}
 
 
 def settings() -> dict[str, Any]:
@@ -41,9 +46,10 @@ def body(task_id: str, key: str, until: str = "") -> str:
     return key
 
 
-def add_tasks(app: Celery, **options: Any) -> tuple[Any, Any]:
-    """Return both tasks of the story, of an app. options: over those of the story, as `base`."""
-    chosen = {"base": LockedTask, **OPTIONS, **options}
+def add_tasks(
+    app: Celery, options: Mapping[str, Any] = LOCKED, unique: Mapping[str, Any] = UNIQUE
+) -> tuple[Any, Any]:
+    """Return both tasks of the story, of an app. unique: the second one's, beside the options."""
 
     def work(task: Any, key: str, until: str = "") -> str:
         return body(task.request.id, key, until)
@@ -52,6 +58,6 @@ def add_tasks(app: Celery, **options: Any) -> tuple[Any, Any]:
         return body(task.request.id, key, until)
 
     return (
-        app.task(work, name="story.work", bind=True, **chosen),
-        app.task(once, name="story.once", bind=True, **chosen, **UNIQUE),
+        app.task(work, name="story.work", bind=True, **options),
+        app.task(once, name="story.once", bind=True, **options, **unique),
     )
