@@ -21,7 +21,9 @@ from pathlib import Path
 
 from example_worker.bootstrap import ensure
 from neighbours.environment import REPOSITORY, cache, distribution_of, environment, versions
-from neighbours.row import CONTROLS, KINDS, NOT_RUN, Neighbour, Row, write_rows
+from neighbours.row import CONTROLS, KINDS, NOT_RUN, ROWS, Neighbour, Row, write_rows
+
+PACKAGE = ("celery_redlock", f":!{ROWS.relative_to(REPOSITORY)}")  # for git: what the rows are of
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -102,9 +104,9 @@ def publishable(neighbour: Neighbour) -> Row | None:
 def commit() -> str:
     """Return the last commit that changed the package, with "+" if it has changed since."""
     git = ["git", "-C", str(REPOSITORY)]
-    last = [*git, "log", "-1", "--format=%h", "--abbrev=12", "--", "celery_redlock/**.py"]
+    last = [*git, "log", "-1", "--format=%h", "--abbrev=12", "--", *PACKAGE]
     name = subprocess.run(last, check=True, capture_output=True, text=True).stdout.strip()
-    changed = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", "celery_redlock/**.py"])
+    changed = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", *PACKAGE], check=False)
     return name + ("+" if changed.returncode else "")
 
 

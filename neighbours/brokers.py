@@ -15,11 +15,10 @@ def redis(run: Run) -> Seen:
         return run.story(broker=broker.url)
 
 
-def rabbitmq(run: Run, queue_type: str, exchange_type: str) -> Seen:
+def rabbitmq(run: Run, queue_type: str) -> Seen:
     run.versions["RabbitMQ"] = servers.rabbitmq_version()
-    conf = {"task_default_queue_type": queue_type, "task_default_exchange_type": exchange_type}
     with servers.rabbitmq() as url:
-        return run.story(broker=url, conf=conf)
+        return run.story(broker=url, conf={"task_default_queue_type": queue_type})
 
 
 NEIGHBOURS = (
@@ -34,16 +33,14 @@ NEIGHBOURS = (
         "RabbitMQ, classic queues",
         "brokers",
         "A killed worker's messages are back as its connection ends.",
-        partial(rabbitmq, queue_type="classic", exchange_type="direct"),
+        partial(rabbitmq, queue_type="classic"),
         distributions=("amqp",),
     ),
     Neighbour(
         "RabbitMQ, quorum queues",
         "brokers",
-        "On a direct exchange, messages that wait fill the prefetch of a worker.",
-        partial(rabbitmq, queue_type="quorum", exchange_type="topic"),
+        "Messages that wait fill a worker's prefetch, unless the exchange is a topic exchange.",
+        partial(rabbitmq, queue_type="quorum"),
         distributions=("amqp",),
-        verdict="works with this setting",
-        setting='task_default_exchange_type = "topic"',
     ),
 )

@@ -172,7 +172,8 @@ def tell(stage: Stage) -> Seen:
     seen = {
         "waiting": waits,
         "state of a waiting message": is_shown or not waits,
-        "revoke": revoked.id not in {body.task for body in bodies},
+        "revoke": revoked.id not in {body.task for body in bodies}
+        and stage.state(revoked) in ("REVOKED", ""),
         "unique": again.id == unique.id and getattr(again, "is_duplicate", False),
         "redelivery": len(stage.begun(held)) > 1,
     }
