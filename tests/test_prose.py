@@ -10,6 +10,9 @@ from tests.pages import PAGES, ROOT, name_of
 from tests.prose import MEAN_WORDS, MOST_WORDS, habits, long_sentences, mean_words, sentences
 
 WORDS = 56_000  # of the README and the pages
+GENERATED = {
+    ROOT / "docs" / "reference" / "works-with.md"
+}  # a row for each run: looked up, not read
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
@@ -21,7 +24,8 @@ def test_the_sentences_of_a_page_are_short_and_have_no_habit(page: Path) -> None
 
 
 def test_all_pages_together_can_be_read() -> None:
-    pages = [page for page in PAGES if page.is_relative_to(ROOT / "docs")]
+    written = [page for page in PAGES if page not in GENERATED]
+    pages = [page for page in written if page.is_relative_to(ROOT / "docs")]
     words = sum(len(page.read_text().split()) for page in [ROOT / "README.md", *pages])
     assert words <= WORDS, "shorten a page before you write another one"
 

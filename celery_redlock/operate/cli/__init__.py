@@ -4,7 +4,7 @@ Read `commands.py` first.
 
 - `commands.py`: `status`, `locks`, `break_`, `options`: each of the commands that read, change
   something or show settings; also `waiters`, `claims`, `trust`, `setup`.
-- `doctor.py`: `doctor`, `Examination`: checks nodes, rights and settings.
+- `doctor.py`: `doctor`, `Examination`: checks nodes, rights and settings, and lists neighbours.
 - `drill.py`: `drill`: runs workers of its own on the app's nodes and broker, with faults.
 - `group.py`: `RedlockGroup`, `Table`, `app_from`, `within_deadline`: what the commands share: the
   app, deadlines of a question to the broker, printing as text or JSON (`as_data`).

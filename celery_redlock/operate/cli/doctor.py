@@ -1,4 +1,7 @@
-"""The command `doctor`: checks nodes, rights and settings, and says what to do."""
+"""The command `doctor`: checks nodes, rights and settings, and says what to do.
+
+With `--neighbours` it lists what of the installed distributions was run beside the package.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +22,26 @@ from celery_redlock.lock.node_status import (
 from celery_redlock.lock.reports import NodeList
 from celery_redlock.lock.server.admin import STEP_TIMEOUT
 from celery_redlock.operate.cli import views
-from celery_redlock.operate.cli.group import app_from, as_data, as_json, print_result, redlock
+from celery_redlock.operate.cli.group import (
+    Table,
+    app_from,
+    as_data,
+    as_json,
+    print_result,
+    redlock,
+)
 from celery_redlock.operate.cli.stranded import RecoveryTime
 from celery_redlock.operate.cli.views import ask_workers, quorum_line
 from celery_redlock.operate.control import prefix_settings_of, redlock_settings
 from celery_redlock.operate.lints import ADVICE, ERROR, WARNING, Lint, lint
 from celery_redlock.operate.start_report import open_decisions
+from celery_redlock.operate.works_with import (
+    InstalledNeighbour,
+    installed_distributions,
+    named,
+    neighbours_among,
+    read_works_with,
+)
 from celery_redlock.tasks.per_app import redlock_of, settings_of
 
 DIFFERENCE_WARNING = anchors.see(
@@ -85,17 +102,31 @@ class Examination:
 
 
 @redlock.command()
+@click.option(
+    "--neighbours",
+    is_flag=True,
+    help="List what was run beside the package and is installed here; ask no node.",
+)
 @as_json
 @click.pass_context
-def doctor(ctx: click.Context, as_json: bool) -> None:
+def doctor(ctx: click.Context, neighbours: bool, as_json: bool) -> None:
     """Check the settings and the nodes.
 
     The exit status is 1 for an error, or without a quorum.
     """
+    if neighbours:
+        listed = neighbours_among(installed_distributions(), read_works_with())
+        print_result(as_json, {"neighbours": as_data(listed)}, _neighbour_table(listed))
+        return
     found = Examination.of(app_from(ctx))
     print_result(as_json, found.data(), *found.lines())
     if found.is_wrong:
         ctx.exit(1)
+
+
+def _neighbour_table(neighbours: Sequence[InstalledNeighbour]) -> Table:
+    rows = [(named(one.installed), one.title, one.verdict_here, one.advice) for one in neighbours]
+    return Table(("INSTALLED", "NEIGHBOUR", "VERDICT", "WHAT TO KNOW"), rows, "")
 
 
 def _lints_of_nodes(redlock: Redlock, status: NodeList) -> Iterator[Lint]:
