@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,17 +20,29 @@ def add_options(parser: ArgumentParser) -> None:
     own.add_argument("--node", metavar="URL", action="append", dest="nodes", help="each lock node")
     own.add_argument("--require", metavar="WORD", action="append", default=[], help="for pip")
     own.add_argument(
-        "--conf", metavar="NAME=JSON", action="append", default=[], help="a setting of the app"
+        "--conf",
+        metavar="NAME=JSON",
+        action="append",
+        default=[],
+        type=_setting,
+        help='a setting of the app, such as broker_transport_options={"visibility_timeout":30}',
     )
+
+
+def _setting(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    try:
+        if equals:
+            return name, json.loads(value)
+    except ValueError:
+        pass
+    raise ArgumentTypeError(f"{text!r} is not NAME=JSON: write text as NAME='\"text\"'")
 
 
 def setup_of(options: Namespace) -> dict[str, Any]:
     """Return what the options say of a `Setup`; nothing if they name no server."""
     given = {name: found for name in SERVERS if (found := getattr(options, name))}
-    if not given:
-        return {}
-    conf = dict(setting.split("=", 1) for setting in options.conf)
-    return {**given, "conf": {name: json.loads(value) for name, value in conf.items()}}
+    return {**given, "conf": dict(options.conf)} if given else {}
 
 
 def own_servers(setup: Mapping[str, Any], requirements: Sequence[str]) -> Neighbour:
@@ -41,4 +53,5 @@ def own_servers(setup: Mapping[str, Any], requirements: Sequence[str]) -> Neighb
         "It is run, and not published.",
         lambda run: run.story(**setup),
         tuple(requirements),
+        distributions=("celery",),  # there is no row that would name others
     )

@@ -73,7 +73,7 @@ def read_works_with() -> list[Mapping[str, Any]]:
 
 def installed_distributions() -> Versions:
     """Return the version of each distribution of this environment, by its normalized name."""
-    found = {}
+    found: dict[str, str] = {}
     for one in distributions():
         name = re.sub(r"[-_.]+", "-", one.metadata["Name"] or "").lower()
         found.setdefault(name, one.version)  # the first one is what an import finds

@@ -242,3 +242,14 @@ def test_the_servers_of_a_reader_are_told_to_the_story() -> None:
         "nodes": ["redis://a", "redis://b"],
         "conf": {"broker_transport_options": {"region": "eu=1"}},
     }
+
+
+@pytest.mark.parametrize("text", ["region", "region=eu"])
+def test_a_setting_that_is_no_json_is_refused(
+    text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parser = ArgumentParser()
+    add_options(parser)
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--broker", "sqs://", "--conf", text])
+    assert f"'{text}' is not NAME=JSON: write text as NAME='" in capsys.readouterr().err
