@@ -577,7 +577,7 @@ def failure_row(name: str, figures: Mapping[str, Any]) -> list[str]:
     return [
         name, multiple(figures["blocked"], f"> {BLOCKED_AFTER:g}"),
         multiple(figures["again"], "lost"),
-        str(figures["outlived"]), figures["server down"],
+        str(figures["outlived"]), figures["server down"].removesuffix(" without a run"),
         f"{figures['restarted']}{STOPPED if figures['restarted, stopped'] else ''}",
     ]  # fmt: skip
 

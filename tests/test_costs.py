@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import platform
 import re
 import subprocess
 from collections.abc import Iterator
@@ -13,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks import costs, workers
-from benchmarks.costs import COMMANDS, PAGE, Entry, Section, read, tables
+from benchmarks import comparison, costs, workers
+from benchmarks.costs import COMMANDS, PAGE, README, Entry, Section, origins, read, tables
 from benchmarks.figures import filled
 from celery_redlock.tasks.recovery.observer import DETECTION_TIME
 
@@ -29,7 +30,7 @@ def stored() -> dict[str, Any]:
 @pytest.fixture
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The store and the page, as copies that a test may write."""
-    for name in ("STORED", "PAGE"):
+    for name in ("STORED", "PAGE", "README"):
         copied = tmp_path / getattr(costs, name).name
         copied.write_text(getattr(costs, name).read_text(encoding="utf-8"), encoding="utf-8")
         monkeypatch.setattr(costs, name, copied)
@@ -46,6 +47,8 @@ def page_of(stored: dict[str, Any]) -> str:
 
 def test_the_page_has_the_figures_of_the_stored_runs(stored: dict[str, Any]) -> None:
     assert page_of(stored) == PAGE.read_text(encoding="utf-8"), WRITE
+    readme = README.read_text(encoding="utf-8")
+    assert filled(readme, README.name, origins(stored)) == readme, WRITE
 
 
 def test_every_row_of_the_page_was_measured(stored: dict[str, Any]) -> None:
@@ -73,9 +76,9 @@ def test_a_run_with_page_writes_its_figures_commit_and_versions(elsewhere: Path)
     Entry("recovery", "0123abcd").write(figures, {"last max": 1.3})
     assert read()["recovery"]["figures"] == figures
     assert {"Python", "celery", "redis"} <= set(read()["recovery"]["versions"])
-    page = costs.PAGE.read_text(encoding="utf-8")
-    assert "| last | 0.33 | *1.44* |" in page
-    assert re.search(r"^- `0123abcd`: `recovery`$", page, re.MULTILINE)
+    assert "| last | 0.33 | *1.44* |" in costs.PAGE.read_text(encoding="utf-8")
+    readme = costs.README.read_text(encoding="utf-8")
+    assert f"| `recovery` | `0123abcd` | Python {platform.python_version()}, celery" in readme
 
 
 def test_only_a_whole_run_of_a_known_command_is_written() -> None:
@@ -115,9 +118,11 @@ def test_figures_of_a_package_that_is_not_committed_are_not_written(
 
 def test_what_the_page_says_of_a_run_is_what_the_benchmark_does() -> None:
     page = PAGE.read_text(encoding="utf-8")
-    assert f"at most {workers.POSSIBLE:g} tasks" in page
+    assert f"at most {workers.POSSIBLE:g} tasks a second" in page
     assert f"of {workers.POSSIBLE:g} tasks/s" in page
     assert f"{DETECTION_TIME:.1f} s" in page
+    compared = json.loads(comparison.STORED.read_text(encoding="utf-8"))["figures"]
+    assert compared["celery_redlock, 3 nodes"]["run"] < 2, "less than twice as long"
 
 
 def commands_of_the_page() -> Iterator[str]:
