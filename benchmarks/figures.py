@@ -1,6 +1,6 @@
 """Ratios of times that were measured in one interleaved run, and the tables that show them.
 
-A table is text for the terminal, or stands on a page between the marks that name its place.
+A table is text for the terminal, or stands on a page below the mark that names its place.
 """
 
 from __future__ import annotations
@@ -72,16 +72,16 @@ def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def filled(page: str, name: str, texts: Mapping[str, str]) -> str:
-    """Return a page with these texts in the places that `<!-- mark -->` and `<!-- end -->` bound.
+    """Return a page with these texts below the lines `<!-- mark -->`, each up to an empty line.
 
-    texts: by mark. name: of the page, for the ValueError if it has no such place.
+    texts: by mark. name: of the page, for the ValueError if it has no such line.
     """
     for mark, text in texts.items():
         before, begin, remainder = page.partition(f"<!-- {mark} -->\n")
-        _, end, after = remainder.partition("\n<!-- end -->")
-        if not begin or not end:
+        if not begin:
             raise ValueError(f"{name} has no place for {mark}")
-        page = before + begin + text + end + after
+        _, gap, after = remainder.partition("\n\n")
+        page = before + begin + text + (gap + after if gap else "\n")
     return page
 
 

@@ -152,10 +152,7 @@ class Lane:
             )
             for number in range(workers)
         ]  # fmt: skip
-        self._busy_worker = WorkerProcess(
-            "benchmarks.relay", name=f"{self._queue}-spin", env=env,
-            queues=[f"{self._queue}-spin"], concurrency=max(1, spinners),
-        )  # fmt: skip
+        self._env = env
 
     def measure(self) -> None:
         """Start the workers, run all waves, and end the workers."""
@@ -174,8 +171,7 @@ class Lane:
             run()  # connections, caches
             self.gaps.clear()
             if self._spinners:
-                stack.callback(self._busy_worker.kill)
-                self._spin()
+                self._spin(stack)
             for _ in range(self.waves):
                 run()
 
@@ -184,11 +180,17 @@ class Lane:
             if worker.runs:
                 worker.signal(signal.SIGTERM)
 
-    def _spin(self) -> None:
-        """Return once other tasks keep so many cores busy."""
-        self._busy_worker.start()
+    def _spin(self, stack: contextlib.ExitStack) -> None:
+        """Return once other tasks keep so many cores busy; the stack kills their worker."""
+        queue = f"{self._queue}-spin"
+        worker = WorkerProcess(
+            "benchmarks.relay", name=queue, env=self._env, queues=[queue],
+            concurrency=self._spinners,
+        )  # fmt: skip
+        stack.push(worker)
+        stack.callback(worker.kill)  # its tasks do not end
+        worker.start()
         for _ in range(self._spinners):
-            queue = f"{self._queue}-spin"
             self._sender.send_task("spin", (SPIN_SECONDS,), queue=queue, ignore_result=True)
         for _ in range(self._spinners):
             self._await("spins")

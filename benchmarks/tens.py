@@ -61,9 +61,8 @@ def main() -> None:
     parser.add_argument("--broker", help="a RabbitMQ's URL; else an embedded Valkey")
     costs.add_option(parser)
     options = parser.parse_args()
-    words = ["tens", *(["--late"] if options.late else []),
-             *([costs.RABBITMQ] if options.broker else [])]  # fmt: skip
-    entry = costs.Entry.of(options, " ".join(words))
+    given = [f"--{name}" for name in ("late", "count", "broker") if getattr(options, name)]
+    entry = costs.Entry.of(options, " ".join(["tens", *given]))
     count, rounds = (QUICK_COUNT, QUICK_ROUNDS) if options.quick else (FULL_COUNT, ROUNDS)
     count = options.count or count
     total: Times[str] = Times()

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from benchmarks import comparison, costs, workers
-from benchmarks.costs import COMMANDS, PAGE, README, Entry, Section, origins, read, tables
+from benchmarks.costs import COMMANDS, PAGE, Entry, Section, read, tables
 from benchmarks.figures import filled
 from celery_redlock.tasks.recovery.observer import DETECTION_TIME
 
@@ -30,7 +30,7 @@ def stored() -> dict[str, Any]:
 @pytest.fixture
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The store and the page, as copies that a test may write."""
-    for name in ("STORED", "PAGE", "README"):
+    for name in ("STORED", "PAGE"):
         copied = tmp_path / getattr(costs, name).name
         copied.write_text(getattr(costs, name).read_text(encoding="utf-8"), encoding="utf-8")
         monkeypatch.setattr(costs, name, copied)
@@ -41,14 +41,20 @@ def options(*, quick: bool = False, page: bool = True) -> argparse.Namespace:
     return argparse.Namespace(quick=quick, page=page)
 
 
+def doubled(figures: Any) -> Any:
+    if isinstance(figures, dict):
+        return {name: doubled(one) for name, one in figures.items()}
+    if isinstance(figures, list):
+        return [doubled(one) for one in figures]
+    return figures and 2 * figures
+
+
 def page_of(stored: dict[str, Any]) -> str:
     return filled(PAGE.read_text(encoding="utf-8"), PAGE.name, tables(stored))
 
 
 def test_the_page_has_the_figures_of_the_stored_runs(stored: dict[str, Any]) -> None:
     assert page_of(stored) == PAGE.read_text(encoding="utf-8"), WRITE
-    readme = README.read_text(encoding="utf-8")
-    assert filled(readme, README.name, origins(stored)) == readme, WRITE
 
 
 def test_every_row_of_the_page_was_measured(stored: dict[str, Any]) -> None:
@@ -57,8 +63,7 @@ def test_every_row_of_the_page_was_measured(stored: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("command", [*read()])
 def test_another_figure_makes_another_page(stored: dict[str, Any], command: str) -> None:
-    text = json.dumps(stored[command]["figures"])
-    stored[command]["figures"] = json.loads(re.sub(r"\d+\.\d+", "987.6", text))
+    stored[command]["figures"] = doubled(stored[command]["figures"])
     assert page_of(stored) != PAGE.read_text(encoding="utf-8")
 
 
@@ -73,12 +78,12 @@ def test_a_figure_that_misses_its_aim_is_in_italics() -> None:
 
 def test_a_run_with_page_writes_its_figures_commit_and_versions(elsewhere: Path) -> None:
     figures = {"first": {"p50": 0.111, "max": 0.222}, "last": {"p50": 0.333, "max": 1.444}}
-    Entry("recovery", "0123abcd").write(figures, {"last max": 1.3})
+    Entry("recovery", "0123abcd").write(figures, {"max": 1.3})
     assert read()["recovery"]["figures"] == figures
     assert {"Python", "celery", "redis"} <= set(read()["recovery"]["versions"])
-    assert "| last | 0.33 | *1.44* |" in costs.PAGE.read_text(encoding="utf-8")
-    readme = costs.README.read_text(encoding="utf-8")
-    assert f"| `recovery` | `0123abcd` | Python {platform.python_version()}, celery" in readme
+    page = costs.PAGE.read_text(encoding="utf-8")
+    assert "| last | 0.33 | *1.44* |" in page
+    assert f"- `recovery`: `0123abcd` with Python {platform.python_version()}, celery" in page
 
 
 def test_only_a_whole_run_of_a_known_command_is_written() -> None:
