@@ -230,13 +230,17 @@ def tens(stored: Stored) -> Table:
 
 
 def origins(stored: Stored) -> str:
-    """Return the commits of the runs, and what they ran with."""
-    by_origin: dict[str, list[str]] = {}
+    """Return the commits of the runs, and each version that one of them ran with."""
+    by_commit: dict[str, list[str]] = {}
     for command, entry in stored.items():
-        names = ", ".join(f"{name} {number}" for name, number in entry["versions"].items())
-        origin = f"`{entry['commit']}`" + (f" with {names}" if names else "")
-        by_origin.setdefault(origin, []).append(f"`{command}`")
-    return "\n".join(f"- {', '.join(commands)}: {origin}" for origin, commands in by_origin.items())
+        by_commit.setdefault(entry["commit"], []).append(f"`{command}`")
+    lines = [f"- `{commit}`: {', '.join(commands)}" for commit, commands in by_commit.items()]
+    names = {
+        f"{name} {number}": None
+        for entry in stored.values()
+        for name, number in entry["versions"].items()
+    }
+    return "\n".join([*lines, f"- with {', '.join(names)}"])
 
 
 def _git(*words: str) -> str:

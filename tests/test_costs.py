@@ -83,7 +83,8 @@ def test_a_run_with_page_writes_its_figures_commit_and_versions(elsewhere: Path)
     assert {"Python", "celery", "redis"} <= set(read()["recovery"]["versions"])
     page = costs.PAGE.read_text(encoding="utf-8")
     assert "| last | 0.33 | *1.44* |" in page
-    assert f"- `recovery`: `0123abcd` with Python {platform.python_version()}, celery" in page
+    assert "\n- `0123abcd`: `recovery`\n" in page
+    assert f"\n- with Python {platform.python_version()}, celery" in page
 
 
 def test_only_a_whole_run_of_a_known_command_is_written() -> None:
