@@ -789,7 +789,8 @@ def test_the_claims_of_sends_are_shown_and_ended(stage: Stage) -> None:
     shown = in_json("show", first.id[:8])
     assert (shown["resource"], shown["task"]["task"]) == (first.id, "tests.once_returns")
     assert [one["resource"] for one in shown["claims"]] == ["step:a"]
-    why = r"it has the claim on step:a: for \d+ min \d+ s a later call is its duplicate"
+    later = "a later call is its duplicate, or replaces it"
+    why = rf"it has the claim on step:a: for \d+ min \d+ s {later}"
     assert re.fullmatch(why, shown["task"]["reason"])
     asked = command("break", "--claim", "step:a", says="n\n")
     assert (asked.exit_code, stage.tasks.once_returns.delay("a").is_duplicate) == (1, True)

@@ -18,7 +18,7 @@ from tests.integration.conftest import MakeStage, Stage
 from tests.integration.deliveries import QUEUE, deliver, heard, messages_of, see_drained
 from tests.integration.test_loss import start_clocked
 
-WAITS = "waits: another delivery of its message holds its lock (if the worker of that one is dead, "
+WAITS = "waits: another delivery of its message holds its lock (if that worker is dead, "
 MAY_RUN = "cannot check whether another delivery"
 DROPPED = "another delivery of its message has finished"
 # task-retried: monitors leave DEFERRED, which the worker that was killed may have sent

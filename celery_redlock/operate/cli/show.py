@@ -253,7 +253,8 @@ def nothing_found(app: Any, name: str, is_known: bool) -> list[str]:
 def _claim_text(claim: ClaimReport) -> str:
     """Return what a claim means for later calls, of a task that it belongs to."""
     duration = format_duration(claim.expires_in)
-    return f"it has the claim on {claim.resource}: for {duration} a later call is its duplicate"
+    after = "a later call is its duplicate, or replaces it"
+    return f"it has the claim on {claim.resource}: for {duration} {after}"
 
 
 def _stored_state(app: Any, task_id: str) -> tuple[str, dict[str, Any]]:

@@ -227,9 +227,7 @@ def wait_for_first_delivery(delivery: Delivery, refusal: Exception) -> NoReturn:
     elif is_held_by_own_run(delivery, refusal):
         remaining = refusal.expires_in
         lease_end = (
-            ""
-            if remaining is None
-            else f" (if the worker of that one is dead, for {remaining:.0f} s more)"
+            "" if remaining is None else f" (if that worker is dead, for {remaining:.0f} s more)"
         )
         reason = f"waits: {other_delivery} holds its lock{lease_end}"
     else:
