@@ -227,9 +227,12 @@ def _resource_parts(
         parts.append(f"No lock is held on {name}." if is_known else views.LOCKS_UNKNOWN)
     parts += views.used_tables(locks)
     for lock in locks.locks:
-        if late := _late(lock):
-            place = waiting.stranded.place_of(app, lock.holder.task_id)
-            parts.append("; ".join(filter(None, (f"{lock_name(lock)}: {late}", place.text))))
+        late = _late(lock)
+        if not late:
+            continue
+        task_id = lock.holder.task_id if len(locks.locks) == 1 else ""  # each is a query
+        place = waiting.stranded.place_of(app, task_id) if task_id else MessagePlace()
+        parts.append("; ".join(filter(None, (f"{lock_name(lock)}: {late}", place.text))))
     if claims.claims:
         parts.append(views.claim_table(claims))
     if locks.locks:
