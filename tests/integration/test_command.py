@@ -507,7 +507,7 @@ def test_an_empty_list_says_so(stage: Stage) -> None:
     assert command("waiters").output.startswith(nobody)
     assert "no worker answered" in command("waiters").output
     assert in_json("waiters")["workers"] == []
-    of_it = "No lock is held on k:k.\nA task with this id may be queued, lost with its worker, or "
+    of_it = "No lock is held on k:k.\nIf it is the id of a task, that task may be queued, lost, or "
     assert command("show", "k:k").output.startswith(of_it)
     task_id = str(uuid.uuid4())
     of_it = f"No task with the id {task_id} holds a lock.\nA task with this id may be queued, "
@@ -790,7 +790,7 @@ def test_the_claims_of_sends_are_shown_and_ended(stage: Stage) -> None:
     assert (shown["resource"], shown["task"]["task"]) == (first.id, "tests.once_returns")
     assert [one["resource"] for one in shown["claims"]] == ["step:a"]
     later = "a later call is its duplicate, or replaces it"
-    why = rf"it has the claim on step:a: for \d+ min \d+ s {later}"
+    why = rf"its call has the claim on step:a: for \d+ min \d+ s {later}"
     assert re.fullmatch(why, shown["task"]["reason"])
     asked = command("break", "--claim", "step:a", says="n\n")
     assert (asked.exit_code, stage.tasks.once_returns.delay("a").is_duplicate) == (1, True)

@@ -36,6 +36,7 @@ from celery_redlock.tasks.reporting import DEFERRED, DisabledBackend
 
 NO_BACKEND = "Without a result backend the state of a task that has ended is not known."
 PENDING_TASK = "A task with this id may be queued, lost with its worker, or not exist."
+PENDING_NAME = "If it is the id of a task, that task may be queued, lost, or not exist."
 WHOLE_ID_HINT = "Give the whole id of a task that is queued or has ended."
 _ID = re.compile(r"[0-9a-f]{8}[0-9a-f-]*")
 TASK_ID_LENGTH = 36  # characters of Celery's ids
@@ -245,9 +246,10 @@ def nothing_found(app: Any, name: str, is_known: bool) -> list[str]:
 
     is_known: whether a task that waits would be known.
     """
-    hint = NO_BACKEND if isinstance(app.backend, DisabledBackend) else PENDING_TASK
+    has_backend = not isinstance(app.backend, DisabledBackend)
     if not _ID.fullmatch(name):
-        return [f"No lock is held on {name}.", hint]
+        return [f"No lock is held on {name}.", PENDING_NAME if has_backend else NO_BACKEND]
+    hint = PENDING_TASK if has_backend else NO_BACKEND
     waits = " or waits" if is_known else ""
     text = f"No task with the id {name} holds a lock{waits}."
     return [text, hint if len(name) >= TASK_ID_LENGTH else WHOLE_ID_HINT]
@@ -257,7 +259,7 @@ def _claim_text(claim: ClaimReport) -> str:
     """Return what a claim means for later calls, of a task that it belongs to."""
     duration = format_duration(claim.expires_in)
     after = "a later call is its duplicate, or replaces it"
-    return f"it has the claim on {claim.resource}: for {duration} {after}"
+    return f"its call has the claim on {claim.resource}: for {duration} {after}"
 
 
 def _stored_state(app: Any, task_id: str) -> tuple[str, dict[str, Any]]:
