@@ -43,6 +43,8 @@ benchmarks:  ## what a lock costs, with celery_redlock[benchmarks] installed; QU
 	$(PYTHON) -m benchmarks.crowd $(QUICK)
 	$(PYTHON) -m benchmarks.workers $(QUICK)
 	$(PYTHON) -m benchmarks.tens $(QUICK)
+	$(PYTHON) -m benchmarks.rate $(QUICK)
+	$(PYTHON) -m benchmarks.recovery $(QUICK)
 	$(PYTHON) -m benchmarks.postgres $(QUICK)
 	$(PYTHON) -m benchmarks.comparison $(QUICK)
 

@@ -38,6 +38,9 @@ KIND_TEXTS = {
         "The locks of the story are on this server, and the contract tests run on it.",
     ),
 }
+# The marks of what is looked up and not read: the words between them are not counted.
+TABLES = "<!-- the tables: `python3 -m neighbours --page` writes this page -->"
+TABLES_END = "<!-- their end -->\n"
 HEADS = ("neighbour", "run with", "verdict", "what to know", "run")
 BEGIN = """\
 # Works with
@@ -45,8 +48,6 @@ BEGIN = """\
 Which brokers, result backends, schedulers, agents, frameworks and servers work beside the package?
 Such other software is called a neighbour here. Each row is one run with real servers, or says that
 there was none.
-
-<!-- `python3 -m neighbours --page` makes this page of celery_redlock/operate/works_with.json -->
 
 **The story.** A run sends 30 tasks on three keys to two workers. One body holds its key, a second
 task waits for it, and a third is revoked while it waits. One call is sent uniquely, twice. Then the
@@ -73,11 +74,11 @@ def page_of(rows: Sequence[Row]) -> str:
     found = {name: {row.beside[name] for row in rows if name in row.beside} for name in IN_ALL}
     told = [f"`{name}` {' or '.join(sorted(versions))}" for name, versions in found.items()]
     usual = {(name, min(versions)) for name, versions in found.items() if len(versions) == 1}
-    parts = [f"{BEGIN}Each environment has {', '.join(told)}.\n"]
+    parts = [f"{BEGIN}Each environment has {', '.join(told)}.\n\n{TABLES}\n"]
     for kind, (head, text) in KIND_TEXTS.items():
         if of_kind := [row for row in rows if row.kind == kind]:
             parts.append(f"## {head}\n\n{text}\n\n" + "\n".join(_table(of_kind, usual)) + "\n")
-    return "\n".join(parts)
+    return "\n".join([*parts, TABLES_END])
 
 
 def write_page() -> None:

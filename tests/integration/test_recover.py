@@ -19,6 +19,7 @@ from click.testing import Result
 from kombu.transport.redis import Channel
 from prometheus_client import CollectorRegistry
 
+from celery_redlock import Redlock
 from celery_redlock.operate.cli import recover as of_recover
 from celery_redlock.operate.cli import views
 from celery_redlock.operate.metrics import Metrics
@@ -27,9 +28,9 @@ from celery_redlock.tasks.delivery.republish import MOVES
 from celery_redlock.tasks.recovery.observer import BEAT_INTERVAL, DETECTION_TIME, PROOF
 from celery_redlock.tasks.recovery.survey import Survey, open_survey
 from celery_redlock.tasks.recovery.tags import MAX_MOVES, DeliveryTag, new_lease
-from tests.conftest import Nodes, eventually
+from tests.conftest import PATIENCE, Nodes, eventually, register, settle
 from tests.integration.conftest import MakeStage, Stage, slow_but
-from tests.integration.test_command import command, in_json, run_of, schema_of
+from tests.integration.test_command import command, in_json, run_of, schema_of, seconds_until
 from tests.integration.test_metrics import scrape
 
 __all__ = ["run_of"]  # a fixture
@@ -309,6 +310,44 @@ def test_recover_moves_what_has_a_dead_worker_lease_alone(broker: Broker, lost: 
     assert broker.ledger.beat(lost.leases["alive"]).is_alive
     told = recover()
     assert (told.exit_code, told.output) == (0, NOBODY)
+
+
+def test_a_deferred_message_that_is_back_in_its_queue_is_said_to_be_there(broker: Broker) -> None:
+    stage, app = broker.stage, broker.stage.app
+    result = stage.tasks.late.delay("k")
+    info = {"resource": "k:k", "next_try": "2026-01-01T00:00:00+00:00"}
+    app.backend.store_result(result.id, info, "DEFERRED")
+    broker.take(result, broker.lease("celery@web1", dead=True))
+    with Redlock([node.url for node in stage.nodes], node_timeout=PATIENCE) as redlock:
+        settle(redlock)
+        register(redlock, "celery@web1:7:aa", "k:k", 30.0)
+        settle(redlock)
+        why = "celery@web1 is dead: its message is back "
+        assert in_json("show", result.id)["task"]["reason"].startswith(why)
+        gone = "celery@web1 is gone: "
+        assert f"{gone}1 of its messages with a worker lease are back " in shown_of("k:k")
+        recover()
+        task = in_json("show", result.id)["task"]
+        why = "no worker has its message: it is in its queue, unless it was lost or purged"
+        assert (task["state"], task["reason"], task["next_try"]) == ("DEFERRED", why, None)
+        assert f"{gone}its messages are back in their queues\n" in shown_of("k:k")
+        assert "visibility" not in shown_of("k:k")
+        plain = stage.tasks.unlocked_late.apply_async(("plain",), queue="other")
+        broker.take(plain, queue="other")  # whose worker nothing names
+        assert f"{gone}its messages with a worker lease are back in their " in shown_of("k:k")
+
+
+def shown_of(resource: str) -> str:
+    return command("show", resource).output
+
+
+def test_a_message_that_a_worker_keeps_is_shown_with_the_time_of_its_run(broker: Broker) -> None:
+    later = broker.stage.tasks.late.apply_async(("k",), countdown=600)
+    broker.take(later, broker.lease("celery@web1"))
+    task = in_json("show", later.id)["task"]
+    assert (task["state"], task["reason"]) == ("PENDING", "celery@web1 has its message")
+    assert 500 < seconds_until(task["next_try"]) < 700
+    assert re.search(r"NEXT TRY +in 9 min \d+ s ", command("show", later.id).output)
 
 
 def test_recover_finds_what_a_killed_worker_has_noted_late(broker: Broker) -> None:

@@ -242,10 +242,13 @@ def trust(
         )
         click.confirm(escaped(text), abort=True, err=as_json)
     trusted, failing = trust_nodes(client.session.nodes, chosen_names, client.prefix)
-    lines = [
-        f"{node} grants locks from now on{name and f'; it has the key {name}'}"
-        for node, name in trusted.items()
-    ]
+    lines = []
+    for node, resource in trusted.items():
+        lock_text = resource and (
+            f"; it holds the lock {resource!r}: if its owner still runs, a node that has lost this "
+            "lock may now grant it to another one"
+        )
+        lines.append(f"{node} grants locks from now on{lock_text}")
     lines += [f"{node} was not changed: {cause}" for node, cause in failing.items()]
     print_result(as_json, {"trusted": dict(trusted), "failing": dict(failing)}, *lines)
     if failing:
