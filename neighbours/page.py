@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from neighbours.row import NOT_RUN, REFUSED, WITH_SETTING, Row, read_rows
@@ -71,10 +72,9 @@ redlock doctor --neighbours` lists the rows of what is installed in your environ
 
 def page_of(rows: Sequence[Row]) -> str:
     """Return the whole page."""
-    found = {name: {row.beside[name] for row in rows if name in row.beside} for name in IN_ALL}
-    told = [f"`{name}` {' or '.join(sorted(versions))}" for name, versions in found.items()]
-    usual = {(name, min(versions)) for name, versions in found.items() if len(versions) == 1}
-    parts = [f"{BEGIN}Each environment has {', '.join(told)}.\n\n{TABLES}\n"]
+    usual = _usual_versions(rows)
+    told = ", ".join(f"`{name}` {version}" for name, version in usual.items())
+    parts = [f"{BEGIN}Unless a row says otherwise, its environment has {told}.\n\n{TABLES}\n"]
     for kind, (head, text) in KIND_TEXTS.items():
         if of_kind := [row for row in rows if row.kind == kind]:
             parts.append(f"## {head}\n\n{text}\n\n" + "\n".join(_table(of_kind, usual)) + "\n")
@@ -86,7 +86,13 @@ def write_page() -> None:
     PAGE.write_text(page_of(read_rows()), encoding="utf-8")
 
 
-def _table(rows: Sequence[Row], usual: Collection[tuple[str, str]]) -> Iterator[str]:
+def _usual_versions(rows: Sequence[Row]) -> dict[str, str]:
+    """Return the versions with which most rows were run, of what is in all environments."""
+    found = {name: Counter(row.beside[name] for row in rows if row.beside) for name in IN_ALL}
+    return {name: counted.most_common(1)[0][0] for name, counted in found.items() if counted}
+
+
+def _table(rows: Sequence[Row], usual: Mapping[str, str]) -> Iterator[str]:
     yield _line(HEADS)
     yield _line(["---" for _ in HEADS])
     for row in rows:
@@ -98,14 +104,13 @@ def _line(cells: Iterable[str]) -> str:
     return f"| {' | '.join(whole)} |"
 
 
-def _versions(row: Row, usual: Collection[tuple[str, str]]) -> str:
+def _versions(row: Row, usual: Mapping[str, str]) -> str:
     """Return what a row was run with; what is usual only if there is nothing else."""
-    others = {
-        name: version for name, version in row.versions.items() if (name, version) not in usual
-    }
+    all_versions = {**row.versions, **{name: row.beside.get(name, usual[name]) for name in usual}}
+    shown = {name: one for name, one in all_versions.items() if usual.get(name) != one}
     return ", ".join(
-        f"{_code(name) if name in row.distributions else name} {version}"
-        for name, version in (others or row.versions).items()
+        f"{_code(name) if name in (*row.distributions, *usual) else name} {version}"
+        for name, version in (shown or row.versions).items()
     )
 
 
@@ -122,7 +127,13 @@ def _code(text: str) -> str:
 def _sentences(row: Row) -> str:
     if row.verdict != NOT_RUN:
         return row.sentence
-    return f"{row.sentence} Not run: {row.reason} {row.by_hand}"
+    return f"{row.sentence} Not run: {_whole(row.reason)} {_whole(row.by_hand, begins=True)}"
+
+
+def _whole(text: str, *, begins: bool = False) -> str:
+    """Return a text as a sentence, or as the end of one."""
+    begin = text[:1].upper() if begins else text[:1]
+    return f"{begin}{text[1:].removesuffix('.')}."
 
 
 def _when(row: Row) -> str:

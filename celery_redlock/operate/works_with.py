@@ -122,9 +122,13 @@ def _beside(installed: Versions, row: Mapping[str, Any]) -> InstalledNeighbour:
         name=row["name"],
         kind=row["kind"],
         run_with=run_with,
-        sentence=row["sentence"] if row["verdict"] != UNTRIED else row["reason"],
+        sentence=row["sentence"] if row["verdict"] != UNTRIED else _sentence(row["reason"]),
         **{name: row.get(name, "") for name in ("setting", "error", "date", "commit")},
     )
+
+
+def _sentence(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:].removesuffix('.')}."
 
 
 def _without_row(

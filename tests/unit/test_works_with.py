@@ -61,8 +61,8 @@ UNTRIED = Row(
     NOT_RUN,
     "It may work.",
     distributions=("pymongo",),
-    reason="no registry has it.",
-    by_hand="Start mongod.",
+    reason="no registry has it",
+    by_hand="start mongod.",
 )
 TOGETHER = replace(RUN, name="Both", distributions=("amqp", "boto3"))
 
@@ -92,7 +92,10 @@ def test_a_page_has_for_each_verdict_what_a_reader_needs() -> None:
         replace(RUN, name="Refused", verdict=REFUSED, error="SettingsError: it is not"),
         UNTRIED,
         replace(RUN, name="Kombu alone", versions={"kombu": "5.7.0"}, distributions=("kombu",)),
-        replace(RUN, name="Older", versions={"celery": "5.6.0"}, distributions=("celery",)),
+        replace(
+            RUN, name="Older", versions={"celery": "5.6.0"}, beside={**BESIDE, "celery": "5.6.0"}
+        ),
+        replace(RUN, name="Beside an older one", beside={**BESIDE, "redis": "7.4.1"}),
     ]
     table = page_of(rows).partition("## Brokers")[2].partition("\n| --- ")[2].partition("\n\n")[0]
     assert table.splitlines()[1:] == [
@@ -104,6 +107,8 @@ def test_a_page_has_for_each_verdict_what_a_reader_needs() -> None:
         "| MongoDB |  | not run | It may work. Not run: no registry has it. Start mongod. |  |",
         "| Kombu alone | `kombu` 5.7.0 | works | It works. | 2026-11-30 `01234567` |",
         "| Older | `celery` 5.6.0 | works | It works. | 2026-11-30 `01234567` |",
+        "| Beside an older one | RabbitMQ 4.1.0, `amqp` 5.4.2, `redis` 7.4.1 | works | It works. |"
+        " 2026-11-30 `01234567` |",
     ]
 
 
@@ -132,8 +137,7 @@ def test_a_row_is_complete(row: Row, tmp_path: Path) -> None:
     prose.write_text("\n\n".join((row.sentence, row.reason, row.by_hand)))
     assert long_sentences(prose) == [], f"at most {MOST_WORDS} words"
     assert habits(prose) == []
-    for sentence in filter(None, (row.sentence, row.reason, row.by_hand)):
-        assert sentence.endswith((".", "`"))
+    assert row.sentence.endswith(".")
 
 
 def test_the_package_reads_the_rows_that_the_runs_write() -> None:
@@ -162,7 +166,7 @@ def test_a_setting_and_an_error_are_shown() -> None:
 
 def test_a_neighbour_without_a_run_is_shown_with_the_reason() -> None:
     (one,) = among({"pymongo": "4.15.0"}, RUN, UNTRIED)
-    assert (one.verdict_here, one.advice) == (NOT_RUN, "no registry has it.")
+    assert (one.verdict_here, one.advice) == (NOT_RUN, "No registry has it.")
 
 
 def test_a_row_about_two_distributions_needs_both() -> None:
