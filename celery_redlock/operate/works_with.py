@@ -98,13 +98,14 @@ def neighbours_among(
 def _in_each_run(
     installed: Versions, rows: Sequence[Mapping[str, Any]]
 ) -> Iterator[InstalledNeighbour]:
+    runs = [row for row in rows if "beside" in row]
     for name in IN_EACH_RUN:
         if name not in installed:
             continue
         own = {name: installed[name]}
-        run_with = [row["beside"][name] for row in rows if name in row.get("beside", ())]
+        run_with = [row["beside"][name] for row in runs if name in row["beside"]]
         count = run_with.count(installed[name])
-        sentence = f"{count} of {len(rows)} rows were run with this version."
+        sentence = f"{count} of {len(runs)} runs had this version."
         if count or not run_with:
             yield InstalledNeighbour(own, RUN if count else UNTRIED, sentence=sentence)
         else:
