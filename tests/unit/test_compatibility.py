@@ -207,8 +207,7 @@ def test_a_worker_looks_for_more_than_an_import() -> None:
 def test_the_doctor_looks_for_what_a_worker_looks_for() -> None:
     """So an operator sees it in an environment with a new Celery, before a worker starts there."""
     doctor = (
-        "from celery_redlock.operate.cli.doctor import Examination\n"
-        "try:\n    Examination.of(app)"
+        "from celery_redlock.operate.cli.doctor import Examination\ntry:\n    Examination.of(app)"
     )
     assert OTHER_IN_WORKERS.count('try:\n    app.Worker(pool="solo")') == 1
     done = run(OTHER_IN_WORKERS.replace('try:\n    app.Worker(pool="solo")', doctor))
