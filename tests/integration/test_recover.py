@@ -221,7 +221,7 @@ def test_the_doctor_warns_of_messages_without_a_lease_that_no_worker_has(lost: L
 
 
 def test_only_a_message_without_a_lease_that_was_taken_long_ago_is_a_warning(
-    broker: Broker,
+    broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tasks = broker.stage.tasks
     tag = broker.take(tasks.unlocked_late.delay("k"), ago=30.0)
@@ -230,6 +230,9 @@ def test_only_a_message_without_a_lease_that_was_taken_long_ago_is_a_warning(
     told = command("doctor")
     assert f"\nwarning  {WITHOUT_LEASE}=1: taken up to 2 min" in told.output
     assert told.exit_code == 0
+    # a living worker may keep it for its rate, and does not tell of it
+    monkeypatch.setattr(tasks.unlocked_late, "rate_limit", "1/m")
+    assert WITHOUT_LEASE not in command("doctor").output
 
 
 def test_a_message_that_a_plain_worker_has_is_none_that_nobody_has(
