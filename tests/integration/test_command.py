@@ -454,8 +454,10 @@ def test_a_node_that_evicts_keys_is_an_error_of_the_doctor_as_of_the_worker(stag
     client.config_set("maxmemory-policy", "allkeys-lru")
     try:
         unlimited = command("doctor")  # such a node evicts nothing yet, and no worker tells of it
+        assert command("status").exit_code == 0
         client.config_set("maxmemory", "1gb")
         limited = command("doctor")
+        told = command("status")
     finally:
         client.config_set("maxmemory-policy", "noeviction")
         client.config_set("maxmemory", "0")
@@ -463,7 +465,10 @@ def test_a_node_that_evicts_keys_is_an_error_of_the_doctor_as_of_the_worker(stag
     assert f"warning  {found}" in unlimited.output
     assert f"error    {found}" in limited.output
     assert (unlimited.exit_code, limited.exit_code) == (0, 1)
-    assert "maxmemory" not in command("doctor").output
+    assert told.exit_code == 1
+    assert f"\n{name} has maxmemory-policy allkeys-lru: with a full memory" in told.output
+    assert "explain a-node-evicts-keys" in told.output
+    assert "maxmemory" not in command("doctor").output + command("status").output
 
 
 @pytest.mark.usefixtures("no_worker")

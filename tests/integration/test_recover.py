@@ -22,6 +22,7 @@ from prometheus_client import CollectorRegistry
 from celery_redlock import Redlock
 from celery_redlock.operate.cli import recover as of_recover
 from celery_redlock.operate.cli import views
+from celery_redlock.operate.cli.taken import SETTLED
 from celery_redlock.operate.metrics import Metrics
 from celery_redlock.signals import MessagesRecoveredEvent, messages_recovered
 from celery_redlock.tasks.delivery.republish import MOVES
@@ -201,6 +202,57 @@ def test_the_doctor_warns_of_what_nobody_moves_within_seconds(lost: Lost) -> Non
         told
     )
     assert "stranded: celery@web3=1 message: it is dead: back now\n" in told
+
+
+WITHOUT_LEASE = "messages without a worker lease"
+
+
+def test_the_doctor_warns_of_messages_without_a_lease_that_no_worker_has(lost: Lost) -> None:
+    """Of a killed worker they are back after the visibility timeout alone."""
+    (found,) = [one for one in in_json("doctor")["lints"] if one["setting"] == WITHOUT_LEASE]
+    # celery@web2 is alive and does not answer, so they may be its messages
+    assert (found["level"], found["value"]) == ("advice", "1")
+    assert re.match(
+        r"taken up to 10 min \d+ s ago, and no worker that answers has them: if theirs is gone, "
+        r"they are back within (49|50) min \d+ s, or `celery redlock recover --older-than` moves "
+        r"them$",
+        found["hint"],
+    ), found
+
+
+def test_only_a_message_without_a_lease_that_was_taken_long_ago_is_a_warning(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tasks = broker.stage.tasks
+    tag = broker.take(tasks.unlocked_late.delay("k"), ago=30.0)
+    assert WITHOUT_LEASE not in command("doctor").output
+    broker.client.zincrby("unacked_index", -90.0, tag)
+    told = command("doctor")
+    assert f"\nwarning  {WITHOUT_LEASE}=1: taken up to 2 min" in told.output
+    assert told.exit_code == 0
+    # a living worker may keep it for its rate, and does not tell of it
+    monkeypatch.setattr(tasks.unlocked_late, "rate_limit", "1/m")
+    assert WITHOUT_LEASE not in command("doctor").output
+
+
+def test_a_message_that_a_plain_worker_has_is_none_that_nobody_has(
+    make_stage: MakeStage, nodes: Nodes
+) -> None:
+    stage = make_stage(nodes)
+    worker = stage.worker("w1", concurrency=1)
+    stage.see_listening()
+    stage.tasks.unlocked_late.apply_async(("k",), countdown=600)
+    client = stage.broker.client()
+    eventually(lambda: client.hlen("unacked") == 1)
+    (tag,) = client.hkeys("unacked")
+    client.zincrby("unacked_index", -600.0, tag)
+    with open_survey(stage.app) as survey:
+        assert survey is not None
+        assert [one.tag for one in survey.older_than(SETTLED)] == [tag]
+    # a busy worker may not answer in time
+    eventually(lambda: WITHOUT_LEASE not in command("doctor").output)
+    worker.kill()
+    eventually(lambda: WITHOUT_LEASE in command("doctor").output)
 
 
 def test_where_no_worker_is_left_to_move_it_that_is_said(broker: Broker) -> None:

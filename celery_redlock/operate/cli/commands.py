@@ -59,13 +59,14 @@ from celery_redlock.tasks.startup import locked_tasks
 def status(ctx: click.Context, as_json: bool) -> None:
     """Show the lock nodes, and whether each of them votes.
 
-    The exit status is 1 without a quorum.
+    The exit status is 1 without a quorum, or if a node evicts keys.
     """
     nodes = redlock_of(app_from(ctx)).status()
     line = quorum_line(nodes)
     line = line if nodes.has_quorum else anchors.see(line, anchors.NO_QUORUM)
-    print_result(as_json, as_data(nodes), views.node_table(nodes), line)
-    if not nodes.has_quorum:
+    evicting = views.eviction_lines(nodes)
+    print_result(as_json, as_data(nodes), views.node_table(nodes), line, *evicting)
+    if evicting or not nodes.has_quorum:
         ctx.exit(1)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from celery_redlock import anchors
+from celery_redlock import anchors, compatibility
 from celery_redlock.lock.client import Redlock
 from celery_redlock.lock.engine.events import EVICTS_LOCKS, LEAVES_WITH_SLOT
 from celery_redlock.lock.node_status import (
@@ -30,7 +30,8 @@ from celery_redlock.operate.cli.group import (
     print_result,
     redlock,
 )
-from celery_redlock.operate.cli.stranded import RecoveryTime
+from celery_redlock.operate.cli.stranded import RecoveryTime, StrandedView
+from celery_redlock.operate.cli.taken import lint_of_taken
 from celery_redlock.operate.cli.views import ask_workers, quorum_line
 from celery_redlock.operate.control import prefix_settings_of, redlock_settings
 from celery_redlock.operate.lints import ADVICE, ERROR, WARNING, Lint, lint
@@ -60,11 +61,15 @@ class Examination:
 
     @classmethod
     def of(cls, app: Any, *, asks_workers: bool = True) -> Examination:
-        """Ask nodes and broker. asks_workers: running workers, too, by a broadcast."""
+        """Ask nodes and broker. asks_workers: running workers, too, by a broadcast.
+
+        Raises SettingsError if no worker or no beat could start with this Celery.
+        """
+        compatibility.check((*compatibility.IN_WORKERS, *compatibility.IN_BEAT))
         made = redlock_of(app)
         nodes = made.status()
         recovery = RecoveryTime.of(app)
-        of_workers = _lints_of_workers(app) if asks_workers else ()
+        of_workers = _lints_of_workers(app, recovery.stranded) if asks_workers else ()
         lints = (*_lints_of_nodes(made, nodes), *of_workers, *lint(app), *open_decisions(app))
         return cls(settings_of(app).nodes_from, nodes, recovery, (*lints, *recovery.lints))
 
@@ -155,12 +160,14 @@ def _lints_of_nodes(redlock: Redlock, status: NodeList) -> Iterator[Lint]:
         yield Lint(WARNING, node_name, " ".join(rights), hint)
 
 
-def _lints_of_workers(app: Any) -> Iterator[Lint]:
-    """Yield the running workers with other shared settings, or other names of nodes."""
+def _lints_of_workers(app: Any, stranded: StrandedView) -> Iterator[Lint]:
+    """Yield the workers with other settings or names of nodes, and messages that none has."""
     own_settings = prefix_settings_of(app)
     by_worker, cause = ask_workers(app, redlock_settings.__name__)
     if cause:
         yield Lint(WARNING, "workers: settings", "unknown", f"no worker can be asked: {cause}")
+    elif (found := lint_of_taken(app, stranded)) is not None:
+        yield found
     for worker, worker_settings in by_worker.items():
         # no worker of another prefix, and none without this package
         if worker_settings.get("prefix") != own_settings["prefix"]:

@@ -33,7 +33,8 @@ from celery_redlock.tasks.startup import locked_tasks
 
 T = TypeVar("T")
 MOVED_TOO_OFTEN = "it was moved too often in a row, so its body may be what ends workers"
-MOVE_HINT = "`celery redlock recover --older-than` moves it"
+MOVER = "`celery redlock recover --older-than`"
+MOVE_HINT = f"{MOVER} moves it"
 
 
 @dataclass(frozen=True)
@@ -116,12 +117,13 @@ class StrandedView:
 
     def _back(self, report: LeaseReport) -> str:
         if report.state == ORPHANED or (report.back_in is None and not self.is_on):
-            return self._after_visibility()
+            return self.after_visibility()
         if report.back_in is None:
             return "once a worker runs"
         return f"in {format_duration(report.back_in)}" if report.back_in else "now"
 
-    def _after_visibility(self, taken_for: float = 0.0) -> str:
+    def after_visibility(self, taken_for: float = 0.0) -> str:
+        """Return when a message that was taken so long ago is back without a move."""
         remaining = max(0.0, (self.visibility or 0.0) - taken_for)
         return f"within {format_duration(remaining)}" if remaining else "now"
 
@@ -191,7 +193,7 @@ class StrandedView:
                 return f"{name} is gone for {silence}: its message is back {self._back(report)}"
             if not is_moved_too_often:
                 return f"{name} is dead: its message is back {self._back(report)}"
-        back = self._after_visibility(message.taken_for)
+        back = self.after_visibility(message.taken_for)
         if is_moved_too_often:
             hint = f", or {MOVE_HINT}" if report is None else ""
             return f"{MOVED_TOO_OFTEN}: it is back {back}{hint}"
