@@ -242,7 +242,7 @@ def trusting(standing_nodes: Nodes) -> Callable[[], None]:
     kept = [
         {
             name: value
-            for name in client.scan_iter()
+            for name in client.scan_iter(_type="string")
             if not name.endswith(b":terms") and (value := client.get(name)) is not None
         }
         for client in clients
