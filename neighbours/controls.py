@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from neighbours.agents import NEW_RELIC, new_relic
 from neighbours.row import CONTROLS, DOES_NOT, Neighbour, Seen
 from neighbours.run import Run
+from neighbours.web_servers import uwsgi
 
 
 def unlocked(run: Run) -> Seen:
@@ -20,5 +22,23 @@ NEIGHBOURS = (
         faults=frozenset(
             ("overlaps", "waiting", "revoke", "unique", "redelivery", "lost"),
         ),
+    ),
+    Neighbour(
+        "New Relic without its setting",
+        CONTROLS,
+        "It counts each exception as an error, Celery's own, too.",
+        new_relic,
+        NEW_RELIC,
+        verdict=DOES_NOT,
+        faults=frozenset(("a deferral is an error", "a skip is an error")),
+    ),
+    Neighbour(
+        "uWSGI 2.0.30",
+        CONTROLS,
+        "Its enable-threads is off, so no thread renews a lock, and a long request loses it.",
+        uwsgi,
+        ("uWSGI==2.0.30",),
+        verdict=DOES_NOT,
+        faults=frozenset(("overlaps", "a request fails")),
     ),
 )
