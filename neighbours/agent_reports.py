@@ -141,7 +141,7 @@ class OpenTelemetry(Agent):
             provider = TracerProvider()
             provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
             trace.set_tracer_provider(provider)
-            CeleryInstrumentor().instrument()
+            CeleryInstrumentor().instrument()  # type: ignore[no-untyped-call]
 
     def read(self, reports: Iterable[Report]) -> Recorded:
         from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from neighbours.row import NOT_RUN, WITH_SETTING, Neighbour, Seen
+from neighbours.row import DOES_NOT, NOT_RUN, WITH_SETTING, Neighbour, Seen
 from neighbours.run import Run
 
 
@@ -78,16 +78,19 @@ NEIGHBOURS: tuple[Neighbour, ...] = (
     Neighbour(
         "Flower",
         "agents",
-        "A task that waits has the state DEFERRED, a skipped one REVOKED; neither has failed.",
+        "A skipped run has the state SKIPPED; neither it nor a deferral counts as failed.",
         partial(watched, agent="flower"),
         ("flower==2.2.0",),
     ),
     Neighbour(
         "celery-prometheus-exporter",
         "agents",
-        "A deferral or a skip is in no metric of failed tasks.",
+        "An event of a type that Celery does not have, as task-deferred, is a KeyError in it: it "
+        "counts anew, after 5 s in which it hears no event.",
         partial(watched, agent="celery-prometheus-exporter"),
         ("celery-prometheus-exporter==1.7.0",),
+        verdict=DOES_NOT,
+        faults=frozenset(("no try is reported", "no error of a body is reported")),
     ),
     Neighbour(
         "celery-exporter",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -31,24 +32,31 @@ def gunicorn(run: Run, options: Sequence[str] = ()) -> Seen:
 
 def uwsgi(run: Run, options: Sequence[str] = (), **more: Any) -> Seen:
     words = ("--http-socket=127.0.0.1:{port}", "--master", "--processes=2", "--die-on-term")
-    words += (f"--module={APP}:application", "--pythonpath=.")
-    return web(run, ("uwsgi", *words, *options), **more)
+    app = (f"--module={APP}:application", "--pythonpath=.")
+    return web(run, ("uwsgi", *words, *app, *options), **more)
 
 
 def mod_wsgi(run: Run) -> Seen:
-    """Run Apache by mod_wsgi-express; it drops the rights of root."""
+    """Run Apache by mod_wsgi-express; it leaves the rights of root."""
     (run.folder / "app.wsgi").write_text(f"from {APP} import application\n")
-    words = ("start-server", "app.wsgi", "--host=127.0.0.1", "--port={port}", "--processes=2")
-    words += ("--threads=5", "--server-root={folder}/apache", "--working-directory={folder}")
-    words += ("--python-path={folder}", "--log-to-terminal", *as_root())
-    return web(run, ("mod_wsgi-express", *words))
+    command = ["mod_wsgi-express", "start-server", "app.wsgi", "--host=127.0.0.1", "--port={port}"]
+    command += ["--processes=2", "--threads=5", "--server-root={folder}/apache"]
+    command += ["--working-directory={folder}", "--python-path={folder}", "--log-to-terminal"]
+    return web(run, (*command, *as_other_user(run)))
 
 
-def as_root() -> tuple[str, ...]:
-    """Return what a server needs that root starts: Apache serves as another user otherwise."""
-    return ("--user=root", "--group=root") if os.geteuid() == 0 else ()
+def as_other_user(run: Run) -> tuple[str, ...]:
+    """Return what it needs if root starts it: Apache serves as another user, who may write here."""
+    if os.geteuid() != 0:
+        return ()
+    for place in (run.folder, run.folder / "notes"):
+        place.touch()
+        shutil.chown(place, SERVES)
+    run.folder.chmod(0o755)
+    return (f"--user={SERVES}", f"--group={SERVES}")
 
 
+SERVES = "www-data"
 ASGI = "A request that waits with `async with` blocks no other request of its process."
 
 NEIGHBOURS: tuple[Neighbour, ...] = (
