@@ -64,7 +64,7 @@ NEIGHBOURS: tuple[Neighbour, ...] = (
     Neighbour(
         "Elastic APM",
         "agents",
-        "A deferred or skipped try is a transaction with the result IGNORED, and no error.",
+        "A deferred or skipped try has the outcome unknown, and no error; a Retry has failure.",
         partial(watched, agent="elastic"),
         ("elastic-apm==6.26.2",),
     ),
