@@ -5,7 +5,6 @@ from __future__ import annotations
 from neighbours.agents import NEW_RELIC, new_relic
 from neighbours.row import CONTROLS, DOES_NOT, Neighbour, Seen
 from neighbours.run import Run
-from neighbours.web_servers import uwsgi
 
 
 def unlocked(run: Run) -> Seen:
@@ -31,14 +30,5 @@ NEIGHBOURS = (
         NEW_RELIC,
         verdict=DOES_NOT,
         faults=frozenset(("a deferral is an error", "a skip is an error")),
-    ),
-    Neighbour(
-        "uWSGI 2.0.30",
-        CONTROLS,
-        "Its enable-threads is off, so no thread renews a lock, and a long request loses it.",
-        uwsgi,
-        ("uWSGI==2.0.30",),
-        verdict=DOES_NOT,
-        faults=frozenset(("overlaps", "a request fails")),
     ),
 )

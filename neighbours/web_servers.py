@@ -91,7 +91,7 @@ NEIGHBOURS: tuple[Neighbour, ...] = (
     Neighbour(
         "uWSGI, prefork",
         "web_servers",
-        "It needs enable-threads, the default of this version, because a thread renews the locks.",
+        "A worker, which is forked in C, uses no lock and no connection of its parent.",
         uwsgi,
         (UWSGI,),
     ),
