@@ -10,8 +10,9 @@ import difflib
 import math
 import re
 from collections.abc import Sequence
+from typing import Any
 
-from celery.exceptions import ImproperlyConfigured
+from celery.exceptions import Ignore, ImproperlyConfigured
 
 from celery_redlock import anchors
 from celery_redlock.label import Holder, is_of_operator
@@ -378,3 +379,21 @@ class DuplicateTask(RedlockError):
         if self.expires_in is not None:
             text += f", which counts until its end, at the latest in {self.expires_in:.0f} s"
         return f"{text}. A new call is accepted after that"
+
+
+class Deferred(Ignore):
+    """Ends a try of a message that waits for its lock. No error: no body has run.
+
+    Users name it to agents that count each exception as an error, so its place stays.
+    It reaches the worker's main process: see `tasks/worker_request.py`. header: what the message is
+    to carry, a `LockHeader`. stays: the message is not published again; it stays unacknowledged,
+    and waits in the main process.
+    """
+
+    def __init__(self, header: Any, stays: bool = False) -> None:
+        super().__init__(header, stays)  # pickle makes a copy of that
+        self.header = header
+        self.stays = stays
+
+    def __str__(self) -> str:
+        return f"deferred: {self.header.deferral.why}"

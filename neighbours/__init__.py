@@ -12,6 +12,10 @@ first, then `brokers.py`, then `story.py`. Nothing of `tests` is imported here.
 - `story.py`: the story: 30 tasks on three keys over two workers, one of which is killed.
 - `story_tasks.py`, `story_app.py`: the tasks of the story, and its app.
   A neighbour may have an app of its own.
+- `watched_story.py`, `watched_app.py`: the story beside an agent, and what the agent recorded.
+  `agent_reports.py`: how each agent begins and reports. `collector.py`: what it reports to.
+- `web_story.py`: requests to a web server, beside a worker. `web_app.py`, `web_mule.py`: what the
+  server imports.
 - `bodies.py`: what the bodies note, and what follows from it: overlaps, lost, run twice.
 - `brokers.py`, `backends.py`, `schedulers.py`, `agents.py`, `task_classes.py`, `applications.py`,
   `web_servers.py`, `lock_nodes.py`: the neighbours, one file for each kind.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from neighbours.agents import NEW_RELIC, new_relic
 from neighbours.row import CONTROLS, DOES_NOT, Neighbour, Seen
 from neighbours.run import Run
 
@@ -20,5 +21,14 @@ NEIGHBOURS = (
         faults=frozenset(
             ("overlaps", "waiting", "revoke", "unique", "redelivery", "lost"),
         ),
+    ),
+    Neighbour(
+        "New Relic without its setting",
+        CONTROLS,
+        "It counts each exception as an error, Celery's own, too.",
+        new_relic,
+        NEW_RELIC,
+        verdict=DOES_NOT,
+        faults=frozenset(("a deferral is an error", "a skip is an error")),
     ),
 )

@@ -34,6 +34,12 @@ class Run:
 
         Without a broker, a backend or nodes, it starts Valkey servers for them.
         """
+        return self.beside_servers("neighbours.story", env, **setup)
+
+    def beside_servers(
+        self, module: str, env: Mapping[str, str] | None = None, **setup: Any
+    ) -> Seen:
+        """Run a module as `program` does, beside the servers that its setup does not name."""
         with ExitStack() as stack:
             if not {"broker", "backend"} <= setup.keys():
                 valkey = stack.enter_context(servers.valkey())
@@ -41,7 +47,7 @@ class Run:
             if "nodes" not in setup:
                 nodes = stack.enter_context(servers.lock_nodes(LOCK_NODES))
                 setup["nodes"] = tuple(node.url for node in nodes)
-            return self.program("neighbours.story", Setup(**setup), env)
+            return self.program(module, Setup(**setup), env)
 
     def program(self, module: str, setup: Setup, env: Mapping[str, str] | None = None) -> Seen:
         """Run a module, and return the `Seen` that it writes to `seen.json` beside its setup.

@@ -72,6 +72,10 @@ class Stage:
         for name in names:
             self.workers[name].wait_ready()
 
+    def end(self) -> None:
+        """End the workers by a warm shutdown, in which an agent reports what is left."""
+        self._stack.close()
+
     def _command(self, name: str) -> list[str]:
         setup = self.setup
         wrapper = [str(Path(sys.executable).with_name(word)) for word in setup.wrapper[:1]]
@@ -210,7 +214,8 @@ def last_error(text: str) -> str:
     return next((line for line in reversed(lines) if "Error" in line), lines[-1])
 
 
-def main() -> None:
+def main(tell: Callable[[Stage], Seen] = tell) -> None:
+    """Run a story, and write what it returns. tell: the whole of it."""
     folder = run_folder()
     try:
         with Stage(read_setup(), folder) as stage:

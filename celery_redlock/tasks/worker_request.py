@@ -27,6 +27,7 @@ from celery.signals import task_revoked
 from celery.worker import state
 
 from celery_redlock import anchors
+from celery_redlock.errors import Deferred
 from celery_redlock.tasks.children.reaper import announce_end
 from celery_redlock.tasks.delivery.delivery import (
     SEEN,
@@ -40,7 +41,6 @@ from celery_redlock.tasks.delivery.delivery import (
 from celery_redlock.tasks.delivery.header import DEATHS, HEADER, LockHeader
 from celery_redlock.tasks.delivery.republish import publish
 from celery_redlock.tasks.delivery.route import DELAYED_EXCHANGE, QUEUE_INFO
-from celery_redlock.tasks.execution.outcomes import Deferred
 from celery_redlock.tasks.recovery.keeper import MovedAwayError, moved_requests, still_owned
 from celery_redlock.tasks.recovery.step import QUICK_ACK
 from celery_redlock.tasks.reporting import StateReporter

@@ -21,7 +21,7 @@ from kombu import Exchange, Queue
 from kombu.exceptions import OperationalError
 from kombu.serialization import dumps, loads
 
-from celery_redlock.errors import RedlockError
+from celery_redlock.errors import Deferred, RedlockError
 from celery_redlock.lock.platform.clock import SystemClock
 from celery_redlock.lock.validation import MAX_PERMITS
 from celery_redlock.signals import LockDeferredEvent
@@ -47,7 +47,7 @@ from celery_redlock.tasks.delivery.route import (
     whole_seconds,
 )
 from celery_redlock.tasks.execution.completion_markers import ran_since
-from celery_redlock.tasks.execution.outcomes import LONGEST_PAUSE_IN_SLOT, Deferred, pause_in_slot
+from celery_redlock.tasks.execution.outcomes import LONGEST_PAUSE_IN_SLOT, pause_in_slot
 from celery_redlock.tasks.per_app import redlock_of
 
 STRANGE: dict[str, dict[str, Any]] = {

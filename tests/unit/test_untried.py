@@ -21,12 +21,12 @@ from kombu import Connection, Queue
 from kombu.common import Broadcast
 
 from celery_redlock import LockedTask
+from celery_redlock.errors import Deferred
 from celery_redlock.lock.node_status import ask_nodes
 from celery_redlock.lock.platform.clock import Platform
 from celery_redlock.signals import LockDeferredEvent, lock_deferred
 from celery_redlock.tasks.delivery.delivery import utc_now
 from celery_redlock.tasks.delivery.header import HEADER, Deferral, LockHeader
-from celery_redlock.tasks.execution.outcomes import Deferred
 from celery_redlock.tasks.per_app import redlock_of
 from celery_redlock.tasks.untried import defer_untried
 from celery_redlock.tasks.waiting.queues import QueueKey, WaitingTimes

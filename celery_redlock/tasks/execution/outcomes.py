@@ -14,7 +14,7 @@ from typing import NoReturn
 from celery.exceptions import Ignore
 
 from celery_redlock import signals
-from celery_redlock.errors import LockTaken, NotAcquired, QuorumUnreachable, RedlockError
+from celery_redlock.errors import Deferred, LockTaken, NotAcquired, QuorumUnreachable, RedlockError
 from celery_redlock.label import is_of_run
 from celery_redlock.lock.engine.acquirer import SupersededError
 from celery_redlock.tasks.delivery.delivery import Delivery, clock, utc_now
@@ -111,23 +111,6 @@ def _end_if_completed_meanwhile(delivery: Delivery, refusal: Refusal) -> None:
     # not marked as completed yet: its hooks still run, or its process died
     if stores_a_state and delivery.reporter.has_final_state():
         wait_for_first_delivery(delivery, refusal.error)
-
-
-class Deferred(Ignore):
-    """Ends a run without its lock, once its message is published again or is to stay.
-
-    It reaches the worker's main process: see `tasks/worker_request.py`. header: what the message is
-    to carry. stays: the message is not published again; it stays unacknowledged, and waits in the
-    main process.
-    """
-
-    def __init__(self, header: LockHeader, stays: bool = False) -> None:
-        super().__init__(header, stays)  # pickle makes a copy of that
-        self.header = header
-        self.stays = stays
-
-    def __str__(self) -> str:
-        return f"deferred: {self.header.deferral.why}"
 
 
 def defer(delivery: Delivery, refusal: Refusal, deferral: Deferral) -> NoReturn:
