@@ -84,7 +84,7 @@ HANDOFF_STEPS = ("named", "acted", "ladder", "fallback")
 class LockDeferredEvent:
     """A message was deferred. waited: seconds since its first try; countdown: until the next.
 
-    rate: that of the resource, as "100/h", if its starts are used up; "" if its lock is taken.
+    rate: that of the resource, as "100/h", if its starts are used up; else "".
     """
 
     resource: str

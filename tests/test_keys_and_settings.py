@@ -185,6 +185,25 @@ def test_nodes_that_are_named_no_longer_are_not_used(
         take.lock_for()
 
 
+def test_an_app_without_nodes_is_read_again_with_all_its_settings(
+    app: Celery, two: tuple[FakeNode, FakeNode], caplog: pytest.LogCaptureFixture
+) -> None:
+    @app.task(base=LockedTask, lock_key="r", shared=False)
+    def take() -> None: ...
+
+    app.finalize()
+    assert take.lock_options()["ttl"].value == 30
+    app.conf.update(redlock_nodes=[two[0].url], redlock_ttl=35, redlock_done_ttl=70)
+    assert take.lock_options()["ttl"].value == 35
+    with take.lock_for() as lock:
+        assert lock.held
+        assert locks_on(two[0])
+    assert not caplog.records
+    app.conf.redlock_ttl = 40
+    assert take.lock_options()["ttl"].value == 35
+    Redlock.of(app).close()
+
+
 def test_another_setting_that_changes_after_it_was_read_is_a_warning_at_the_first_use(
     app: Celery, two: tuple[FakeNode, FakeNode], caplog: pytest.LogCaptureFixture
 ) -> None:

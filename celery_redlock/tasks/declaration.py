@@ -64,7 +64,8 @@ def check_finished(task: Any, result: Any) -> None:
 def config_of(task: Any) -> TaskLockConfig:
     """Return the configuration that a task declares; made once, as each run asks for it.
 
-    Raises SettingsError each time while the declaration is wrong.
+    Of an app without nodes it is made at each call, for one that may lock: `settings_of` reads the
+    settings anew then. Raises SettingsError each time while the declaration is wrong.
     """
     cls = type(task)
     configs: dict[Any, TaskLockConfig] = cls.__dict__.get("_redlock_configs") or {}
@@ -73,8 +74,9 @@ def config_of(task: Any) -> TaskLockConfig:
     config = configs.get(cache_key)
     if config is None:
         config = _compile(task)
-        of_living_apps = {key: value for key, value in configs.items() if key[1]() is not None}
-        cls._redlock_configs = {**of_living_apps, cache_key: config}
+        if config.app.nodes or not may_lock_anywhere(config):
+            of_living_apps = {key: value for key, value in configs.items() if key[1]() is not None}
+            cls._redlock_configs = {**of_living_apps, cache_key: config}
     return config
 
 

@@ -148,6 +148,13 @@ def test_giving_up_can_skip() -> None:
     assert isinstance(decided(TAKEN, past(waited=1.0), max_wait=1, on_give_up="skip"), Skip)
 
 
+def test_giving_up_on_a_rate_names_it() -> None:
+    used_up = LockTaken("partner", rate="100/h")
+    skip = decided(used_up, past(waited=1.0), max_wait=1, on_give_up="skip", rate="100/h")
+    assert isinstance(skip, Skip)
+    assert skip.rate == "100/h"
+
+
 @pytest.mark.parametrize(
     ("error", "lock", "decision"),
     [

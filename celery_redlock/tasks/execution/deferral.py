@@ -98,8 +98,8 @@ def decide(refusal: Refusal, countdown_cap: float, uniform: Uniform) -> Decision
     strategy = options.on_unreachable if lock_taken is None else options.on_conflict
     if lock_taken is not None and callable(strategy):
         strategy = _call_on_conflict(refusal, lock_taken, waited)
+    rate = "" if lock_taken is None else lock_taken.rate
     if strategy == "skip":
-        rate = "" if lock_taken is None else lock_taken.rate
         subject = "" if rate else f"{error.resource!r} is "
         return Skip(f"{subject}{describe_refusal(error)}", rate)
     if strategy == "run":
@@ -110,7 +110,8 @@ def decide(refusal: Refusal, countdown_cap: float, uniform: Uniform) -> Decision
         if options.on_give_up == "fail":
             return "fail"
         return Skip(
-            f"gave up on {error.resource!r} after {waited:.1f} s, {last_deferral.count} deferrals"
+            f"gave up on {error.resource!r} after {waited:.1f} s, {last_deferral.count} deferrals",
+            rate,
         )
     countdown = countdown_of(options.backoff, last_deferral.count, error, countdown_cap, uniform)
     if max_wait is not None:
@@ -131,7 +132,7 @@ def decide(refusal: Refusal, countdown_cap: float, uniform: Uniform) -> Decision
         holder="" if lock_taken is None else lock_taken.holder,
         expires_in=None if lock_taken is None else lock_taken.expires_in,
         limit=1 if lock_taken is None else lock_taken.limit,
-        rate="" if lock_taken is None else lock_taken.rate,
+        rate=rate,
         is_taken=lock_taken is not None,
         why=describe_refusal(error),
         waits_for_release=waits_for_release,
