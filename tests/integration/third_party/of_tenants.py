@@ -59,7 +59,7 @@ connection.set_schema_to_public()
 with working(app):
     refused = ""
     try:
-        app.task(lambda: None, name="of.no.tenant", base=LockedTask)
+        app.task(by_tenant, name="of.no.tenant", base=LockedTask)
     except SettingsError as error:
         refused = str(error)
     tell(
