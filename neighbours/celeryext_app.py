@@ -20,6 +20,6 @@ def see_context() -> None:
 
 
 web = Flask("neighbours.celeryext_app")
-web.config.from_mapping(GREETING="of the Flask app", **settings())
+web.config.update(GREETING="of the Flask app", **settings())
 app = FlaskCeleryExt(web).celery
 work, once = add_tasks(app, {**LOCKED, "base": LockedAppContextTask}, check=see_context)

@@ -6,7 +6,7 @@ from functools import partial
 
 from neighbours import servers
 from neighbours.backends import DJANGO, PSYCOPG
-from neighbours.row import REFUSED, Neighbour, Seen
+from neighbours.row import REFUSED, WITH_SETTING, Neighbour, Seen
 from neighbours.run import Run
 
 FLASK = "Flask==3.1.3"
@@ -39,10 +39,12 @@ def django_task(run: Run) -> Seen:
         )
 
 
-def tenants(run: Run, *, alone: bool = False) -> Seen:
-    with servers.postgresql() as url:
+def tenants(run: Run, *, alone: bool) -> Seen:
+    with servers.postgresql() as url, servers.rabbitmq() as broker:
         run.versions["PostgreSQL"] = servers.postgresql_version(url)
+        run.versions["RabbitMQ"] = servers.rabbitmq_version()
         return run.story(
+            broker=broker,
             env=IN_DJANGO,
             module="neighbours.tenants.story",
             app="neighbours.tenants.app",
@@ -76,14 +78,30 @@ NEIGHBOURS = (
         "Derive one class from `LockedTask` and `AppContextTask`; each body has its app context.",
         partial(of_app, app="neighbours.celeryext_app"),
         requirements=("flask-celeryext==0.5.1", FLASK),
+        verdict=WITH_SETTING,
+        setting='app.config["redlock_nodes"], in lower case, as it is handed on as it is',
     ),
     Neighbour(
         "tenant-schemas-celery",
         "task_classes",
-        "Derive one class from `LockedTask` and `TenantTask`, and put the tenant into the key.",
-        tenants,
+        "Over Redis, a killed worker's messages come back after the visibility timeout: its "
+        "callable key might mean no lock.",
+        partial(tenants, alone=False),
         requirements=("tenant-schemas-celery==5.0.0", "django-tenants==4.0.1", DJANGO, PSYCOPG),
         distributions=("tenant-schemas-celery", "django-tenants", "django"),
+        verdict=WITH_SETTING,
+        setting="base=LockedTenantTask, of LockedTask and TenantTask, and the tenant in lock_key",
+    ),
+    Neighbour(
+        "tenant-schemas-celery, with LockedTask alone",
+        "task_classes",
+        "Celery would run its body in the schema public, and log why.",
+        partial(tenants, alone=True),
+        requirements=("tenant-schemas-celery==5.0.0", "django-tenants==4.0.1", DJANGO, PSYCOPG),
+        distributions=("tenant-schemas-celery", "django-tenants", "django"),
+        verdict=REFUSED,
+        error="derive one class from LockedTask and TenantTask",
+        faults=frozenset((REFUSED,)),
     ),
     Neighbour(
         "celery-batches",
