@@ -1,7 +1,7 @@
 """The story of a scheduler, run in its environment: of two beats, the one that sends is killed.
 
-Both run under `LockedScheduler`, beside a worker. `python -m neighbours.beats` reads its `Setup`,
-and writes what it saw to `seen.json` beside it.
+Both run under `LockedScheduler`, or under `more["scheduler"]` for a control, beside a worker.
+`python -m neighbours.beats` reads its `Setup`, and writes what it saw to `seen.json` beside it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from neighbours.beat_notes import SENT
 from neighbours.beat_schedule import EVERY
 from neighbours.bodies import Note, overlaps, read_notes, spans, whole_runs
 from neighbours.row import Seen
-from neighbours.story import Stage, run_story
+from neighbours.story import QUIET, Stage, run_story
 
 ENOUGH = 3  # sends of one beat, after which it leads
 SCHEDULER = "celery_redlock.beat:LockedScheduler"
@@ -30,8 +30,9 @@ class Beats:
     def start(self, name: str) -> None:
         """Start a beat; return at once."""
         stage = self.stage
+        scheduler = stage.setup.more.get("scheduler", SCHEDULER)
         command = [
-            *(sys.executable, "-m", "celery", "-A", stage.setup.app, "beat", "-S", SCHEDULER),
+            *(sys.executable, "-m", "celery", "-A", stage.setup.app, "beat", "-S", scheduler),
             *("-s", str(stage.folder / "schedule"), "--pidfile=", "-l", "INFO"),
         ]
         beat = stage.launch(name, command)
@@ -59,7 +60,7 @@ def tell(stage: Stage) -> Seen:
     for name in ("b1", "b2"):
         beats.start(name)
     stage.see("a beat sends", beats.leader)
-    stage.see("the other one waits", beats.one_waits)
+    waits = stage.waited(beats.one_waits, QUIET)
     first = beats.sent()[-1].group
     last_send = beats.sent()[-1].at
     beats.beats[first].kill()
@@ -73,7 +74,11 @@ def tell(stage: Stage) -> Seen:
     runs = whole_runs(bodies)
     twice = sum(after.at - before.at < EVERY / 2 for before, after in pairwise(sent))
     turns = [group for group, _ in groupby(each.group for each in sent)]
-    seen = {"one beat at a time": len(turns) == len(beats.beats), "no entry sent twice": not twice}
+    seen = {
+        "a beat that waits": waits,
+        "one beat at a time": len(turns) == len(beats.beats),
+        "no entry sent twice": not twice,
+    }
     took_over = next(each.at for each in sent if each.group != first)
     return Seen(
         overlaps=overlaps(bodies),

@@ -101,9 +101,9 @@ NEIGHBOURS = (
     Neighbour(
         "celery-db-scheduler",
         "schedulers",
-        "It reads its table alone, not `beat_schedule`, and needs Python 3.12.",
+        "It reads its table alone, and needs Python 3.12 and, with SQLAlchemy 2.1, greenlet.",
         db_scheduler,
-        requirements=("celery-db-scheduler==1.0.0", "SQLAlchemy==2.1.9", PSYCOPG),
+        requirements=("celery-db-scheduler==1.0.0", "SQLAlchemy[asyncio]==2.1.9", PSYCOPG),
         python="3.13",
         verdict=WITH_SETTING,
         setting=f'redlock_beat_scheduler = "{DB_SCHEDULER}"',
@@ -113,7 +113,7 @@ NEIGHBOURS = (
         "schedulers",
         "It saves a run before the send, so that a killed beat may leave one out.",
         verdict=NOT_RUN,
-        reason="no registry of packages has the server of MongoDB.",
+        reason="It needs MongoDB, whose server no registry of packages has.",
         by_hand="Start mongod, and run the beats with celery_mongobeat.beat:MongoScheduler.",
     ),
 )
