@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from neighbours import schedulers
 from neighbours.agents import NEW_RELIC, new_relic
 from neighbours.row import CONTROLS, DOES_NOT, Neighbour, Seen
 from neighbours.run import Run
@@ -11,7 +12,19 @@ def unlocked(run: Run) -> Seen:
     return run.story(app="neighbours.unlocked_app", patience=15)
 
 
+def beats(run: Run) -> Seen:
+    return schedulers.beats(run, more={"scheduler": "celery.beat:Scheduler"})
+
+
 NEIGHBOURS = (
+    Neighbour(
+        "Two beats without LockedScheduler",
+        CONTROLS,
+        "Both send, so that each entry is sent twice.",
+        beats,
+        verdict=DOES_NOT,
+        faults=frozenset(("a beat that waits", "one beat at a time", "no entry sent twice")),
+    ),
     Neighbour(
         "Tasks without the base class",
         CONTROLS,

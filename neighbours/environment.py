@@ -38,20 +38,22 @@ def distribution_of(requirement: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def environment(requirements: Iterable[str]) -> Path:
+def environment(requirements: Iterable[str], release: str = "") -> Path:
     """Return the Python of an environment with these requirements and the package.
+
+    release: of Python, which uv finds or fetches; empty means this process's.
 
     It is made if there is none with the same requirements. Raises subprocess.CalledProcessError if
     one cannot be installed; uv's message is on stderr.
     """
     pinned = {distribution_of(each): each for each in (*REQUIRED, *requirements)}
     chosen = sorted(pinned.values())
-    name = hashlib.sha256("\n".join((sys.version, *chosen)).encode()).hexdigest()[:16]
+    name = hashlib.sha256("\n".join((release or sys.version, *chosen)).encode()).hexdigest()[:16]
     home = cache() / f"environment-{name}"
     python, stamp = home / "bin" / "python", home / "complete"
     if not stamp.exists():
         shutil.rmtree(home, ignore_errors=True)
-        _run(uv(), "venv", "-q", "--python", sys.executable, str(home))
+        _run(uv(), "venv", "-q", "--python", release or sys.executable, str(home))
         _install(python, *chosen)
     wheel = built_wheel()
     digest = hashlib.sha256(wheel.read_bytes()).hexdigest()

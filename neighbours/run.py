@@ -16,6 +16,7 @@ from neighbours.row import Seen
 from neighbours.story_setup import VARIABLE, Setup
 
 LOCK_NODES = 3
+STORY = "neighbours.story"
 
 
 @dataclass(frozen=True)
@@ -29,8 +30,12 @@ class Run:
     folder: Path
     versions: dict[str, str] = field(default_factory=dict)
 
-    def story(self, env: Mapping[str, str] | None = None, **setup: Any) -> Seen:
+    def story(
+        self, env: Mapping[str, str] | None = None, module: str = STORY, **setup: Any
+    ) -> Seen:
         """Run the story. env: variables of all its processes. setup: as of `Setup`.
+
+        module: the program that tells it.
 
         Without a broker, a backend or nodes, it starts Valkey servers for them.
         """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import getpass
 import os
 import shutil
 import socket
@@ -120,3 +121,23 @@ def postgresql() -> Iterator[str]:
         drop = [*psql, f"DROP DATABASE {name} WITH (FORCE)"]
         stack.callback(subprocess.run, drop, check=False)
         yield urlsplit(server_url)._replace(path=f"/{name}").geturl()
+
+
+def postgresql_version(url: str) -> str:
+    psql = [program("psql", "postgresql-client"), "-qAt", url, "-c", "SHOW server_version"]
+    answer = subprocess.run(psql, check=True, capture_output=True, text=True)
+    return answer.stdout.split()[0]
+
+
+@contextmanager
+def memcached(log: Path) -> Iterator[int]:
+    """Give the port of a memcached."""
+    binary, account = program("memcached", "memcached"), getpass.getuser()
+    words = (binary, "-l", "127.0.0.1", "-u", account, "-p")
+    with server(lambda port: (*words, str(port)), log) as port:
+        yield port
+
+
+def memcached_version() -> str:
+    command = [program("memcached", "memcached"), "--version"]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1]

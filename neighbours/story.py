@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from importlib import import_module
@@ -63,18 +63,21 @@ class Stage:
     def start(self, *names: str) -> None:
         """Start workers side by side. Raises RuntimeError with the log of one that does not."""
         for name in names:
-            worker = WorkerProcess(
-                self.setup.app, name=name, command=self._command(name), cwd=self.folder
-            )
-            self.workers[name] = worker
-            self._stack.callback(worker.stop)
-            worker.launch()
+            self.launch(name, self._command(name))
         for name in names:
             self.workers[name].wait_ready()
 
     def end(self) -> None:
         """End the workers by a warm shutdown, in which an agent reports what is left."""
         self._stack.close()
+
+    def launch(self, name: str, command: Sequence[str]) -> WorkerProcess:
+        """Start a process of a command line as a worker of that name; return at once."""
+        worker = WorkerProcess(self.setup.app, name=name, command=command, cwd=self.folder)
+        self.workers[name] = worker
+        self._stack.callback(worker.stop)
+        worker.launch()
+        return worker
 
     def _command(self, name: str) -> list[str]:
         setup = self.setup
@@ -214,16 +217,16 @@ def last_error(text: str) -> str:
     return next((line for line in reversed(lines) if "Error" in line), lines[-1])
 
 
-def main(tell: Callable[[Stage], Seen] = tell) -> None:
-    """Run a story, and write what it returns. tell: the whole of it."""
+def run_story(told: Callable[[Stage], Seen]) -> None:
+    """Tell a story on a stage, and write what was seen."""
     folder = run_folder()
     try:
         with Stage(read_setup(), folder) as stage:
-            seen = tell(stage)
+            seen = told(stage)
     except (RedlockError, RuntimeError) as error:  # of the settings, or of a worker's start
         seen = Seen(refused=last_error(f"{type(error).__name__}: {error}"))
     (folder / "seen.json").write_text(json.dumps(asdict(seen)))
 
 
 if __name__ == "__main__":
-    main()
+    run_story(tell)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,14 +47,20 @@ def body(task_id: str, key: str, until: str = "") -> str:
 
 
 def add_tasks(
-    app: Celery, options: Mapping[str, Any] = LOCKED, unique: Mapping[str, Any] = UNIQUE
-) -> tuple[Any, Any]:
-    """Return both tasks of the story, of an app. unique: the second one's, beside the options."""
+    app: Celery, options: Mapping[str, Any] = LOCKED, unique: Mapping[str, Any] = UNIQUE,
+    check: Callable[[], object] = bool,
+) -> tuple[Any, Any]:  # fmt: skip
+    """Return both tasks of the story, of an app. unique: the second one's, beside the options.
+
+    check: called in each body; raises if the body lacks what the neighbour's class gives.
+    """
 
     def work(task: Any, key: str, until: str = "") -> str:
+        check()
         return body(task.request.id, key, until)
 
     def once(task: Any, key: str, until: str = "") -> str:
+        check()
         return body(task.request.id, key, until)
 
     return (

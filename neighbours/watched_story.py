@@ -17,7 +17,7 @@ from typing import Any
 from neighbours import collector, servers
 from neighbours.agent_reports import AGENTS, Agent, Recorded, Where
 from neighbours.row import Seen
-from neighbours.story import QUIET, Stage, main, tell
+from neighbours.story import QUIET, Stage, run_story, tell
 from neighbours.story_setup import read_setup, run_folder
 
 KEY = "d"  # which the tasks of the story do not need
@@ -102,7 +102,7 @@ def run() -> None:
                 differences=(*seen.differences, *differences(recorded)),
             )  # fmt: skip
 
-        main(watched)
+        run_story(watched)
 
 
 if __name__ == "__main__":

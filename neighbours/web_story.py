@@ -24,7 +24,7 @@ from celery.states import READY_STATES
 from neighbours import servers
 from neighbours.bodies import overlaps, read_notes, spans, whole_runs
 from neighbours.row import Seen
-from neighbours.story import Stage, main
+from neighbours.story import Stage, run_story
 from neighbours.story_setup import Setup
 
 REQUESTS, TASKS, ROUNDS, PROCESSES = 20, 10, 5, 2
@@ -124,4 +124,4 @@ def tell_web(stage: Stage) -> Seen:
 
 
 if __name__ == "__main__":
-    main(tell_web)
+    run_story(tell_web)

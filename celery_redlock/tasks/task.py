@@ -56,6 +56,7 @@ from celery_redlock.tasks.wrapping import hook_outside_run, wrap_hook, wrap_run
 from celery_redlock_entry import without_proxy
 
 HOOKS = ("on_success", "on_failure", "on_retry", "after_return")
+TENANT_METHOD = "get_tenant_databases"  # of TenantTask of tenant-schemas-celery
 REQUEST = "celery_redlock.tasks.worker_request:Request"  # by name: only workers import it
 DEFAULT_STRATEGY = "celery.worker.strategy:default"
 
@@ -277,6 +278,7 @@ class _CombinedRequest:
 
 
 def check_declaration(task: LockedTask) -> None:
+    check_tenant(task)
     config = config_of(task)
     if task.Strategy != DEFAULT_STRATEGY and may_lock_anywhere(config):
         hint = (
@@ -284,6 +286,22 @@ def check_declaration(task: LockedTask) -> None:
             f"{to_leave_out(task)}"
         )
         raise SettingsError(f"task {task.name!r}", "Strategy", repr(task.Strategy), hint)
+
+
+def check_tenant(task: LockedTask) -> None:
+    """Raise SettingsError if a task would run in another schema than that of its tenant.
+
+    Source: tenant_schemas_celery.app: its receiver of task_prerun enters the schema by a method of
+    its task class. Celery logs what a receiver raises, and runs the body.
+    """
+    of_app = task.app.Task
+    if hasattr(of_app, TENANT_METHOD) and not hasattr(task, TENANT_METHOD):
+        base = type(task).__mro__[1].__name__
+        hint = (
+            "its body would run in the schema public, whatever the tenant: "
+            f"derive one class from LockedTask and {of_app.__name__}, and use that"
+        )
+        raise SettingsError(f"task {task.name!r}", "base", repr(base), hint)
 
 
 def prepare_apply(task: LockedTask, options: dict[str, Any]) -> None:

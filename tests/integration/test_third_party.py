@@ -77,6 +77,8 @@ def test_each_schema_of_tenant_schemas_celery_has_locks_of_its_own(nodes: Nodes)
     [told] = told_by("of_tenants", nodes)
     assert told["duplicates"] == [False, False, True, True]
     assert told["ran"] == [[name, f"{name}:stock:sku-7"] for name in ("acme", "bolt")] * 2
+    assert "task 'of.no.tenant': base='LockedTask': " in told["refused"]  # its schema is another's
+    assert "LockedTask and TenantTask" in told["refused"]
 
 
 @contextmanager

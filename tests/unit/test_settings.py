@@ -492,6 +492,23 @@ class TestWhatIsRefused:
         with pytest.raises(SettingsError, match=f"{written}=.*did you mean '{meant}'"):
             check_known_names({written: []}, "CELERY")
 
+    @pytest.mark.parametrize(
+        ("conf", "namespace", "to_write"),
+        [
+            ({"BROKER_URL": "redis://", "REDLOCK_NODES": []}, None, "redlock_nodes"),
+            ({"CELERY_REDLOCK_TTL": 9, "REDLOCK_NODES": []}, "CELERY", "CELERY_REDLOCK_NODES"),
+        ],
+    )
+    def test_a_name_that_is_not_read_is_refused(
+        self, conf: dict[str, object], namespace: str | None, to_write: str
+    ) -> None:
+        app = Celery("upper", set_as_default=False)
+        app.config_from_object(conf, namespace=namespace)
+        with pytest.raises(SettingsError, match=f"REDLOCK_NODES=.*is not read: call it {to_write}"):
+            check_known_names(app.conf, namespace)
+        app.conf.redlock_nodes = ["redis://a"]  # a name of someone else's, from now on
+        check_known_names(app.conf, namespace)
+
     def test_an_option_of_a_call_that_stands_alone_is_refused(self) -> None:
         with pytest.raises(SettingsError, match=r'lock_ttl=5: .*lock=\{"ttl": \.\.\.\}'):
             check_outside({"countdown": 1, "lock_ttl": 5})

@@ -252,7 +252,10 @@ def _call_options(conf: Mapping[str, Any]) -> frozenset[str] | None:
 
 
 def check_known_names(conf: Mapping[str, Any], namespace: str | None = None) -> None:
-    """Raise SettingsError for a redlock_* setting that does not exist."""
+    """Raise SettingsError for a redlock_* setting that does not exist, or that nobody reads.
+
+    Celery reads its own settings in upper case, too, but of a plugin's only with the namespace.
+    """
     known = [f"redlock_{name}" for name in (*OPTION, *APP_SETTING)]
     namespace_prefix = f"{namespace.lower()}_" if namespace else ""
     for written in conf:
@@ -267,6 +270,10 @@ def check_known_names(conf: Mapping[str, Any], namespace: str | None = None) -> 
                 spelled_prefix + (setting.upper() if is_upper else setting) for setting in known
             ]
             hint = f"is not a setting{did_you_mean(written, spellings)}"
+            raise OptionSource("app", str(written)).wrong(conf[written], hint)
+        if name in known and name not in conf:
+            read = f"{namespace}_{name.upper()}" if namespace else name
+            hint = f"is not read: call it {read}"
             raise OptionSource("app", str(written)).wrong(conf[written], hint)
 
 

@@ -14,7 +14,7 @@ from django.db import connection
 from tenant_schemas_celery.app import CeleryApp
 from tenant_schemas_celery.task import TenantTask
 
-from celery_redlock import LockedTask, current_lock
+from celery_redlock import LockedTask, SettingsError, current_lock
 from tests.integration.third_party.stage import over_nodes, tell, working
 
 TENANTS = ("acme", "bolt")
@@ -57,4 +57,13 @@ for name in (*TENANTS, *TENANTS):
     sent.append(take.delay("sku-7"))
 connection.set_schema_to_public()
 with working(app):
-    tell(duplicates=[one.is_duplicate for one in sent], ran=[one.get(timeout=60) for one in sent])
+    refused = ""
+    try:
+        app.task(by_tenant, name="of.no.tenant", base=LockedTask)
+    except SettingsError as error:
+        refused = str(error)
+    tell(
+        duplicates=[one.is_duplicate for one in sent],
+        ran=[one.get(timeout=60) for one in sent],
+        refused=refused,
+    )

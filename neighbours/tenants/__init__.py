@@ -1,0 +1,1 @@
+"""A Django project with tenants in schemas of PostgreSQL: its models, its app, its story."""
