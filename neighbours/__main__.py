@@ -77,7 +77,7 @@ def publishable(neighbour: Neighbour) -> Row | None:
     folder = Path(tempfile.mkdtemp(prefix="run-", dir=cache()))
     print(f"{neighbour.name}: in {folder}", flush=True)
     try:
-        python = environment(neighbour.requirements)
+        python = environment(neighbour.requirements, neighbour.python)
         run = Run(python, folder)
         seen = neighbour.run(run)
     except Exception:  # of any neighbour; the others are run all the same

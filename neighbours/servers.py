@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import time
@@ -11,6 +12,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from celery_redlock.testing import EmbeddedNode, embedded_nodes
@@ -68,20 +70,22 @@ def rabbitmq_version() -> str:
 def server(
     command: Callable[[int], Sequence[str]], log: Path, *, env: Mapping[str, str] | None = None,
     answers: Callable[[int], bool] | None = None, timeout: float = 60.0,
+    stop: signal.Signals = signal.SIGTERM, **options: Any,
 ) -> Iterator[int]:  # fmt: skip
     """Run a server on a free port, and give the port when it answers.
 
     command: its command line for a port. env: variables beside those of this process. answers:
-    whether it does; None means that it takes a connection. Raises MissingError with its log.
+    whether it does; None means that it takes a connection. stop: the signal that ends it. options:
+    as of `subprocess.Popen`. Raises MissingError with its log.
     """
     with claim_port() as claim:
         port = int(claim.getsockname()[1])
-        process = spawn(command(port), log, env={**os.environ, **(env or {})})
+        process = spawn(command(port), log, env={**os.environ, **(env or {})}, **options)
         try:
             _see_answer(process, port, log, answers or _takes_connections, timeout)
             yield port
         finally:
-            process.terminate()
+            process.send_signal(stop)
             with suppress(subprocess.TimeoutExpired):
                 process.wait(10)
             process.kill()
@@ -119,3 +123,10 @@ def postgresql() -> Iterator[str]:
         drop = [*psql, f"DROP DATABASE {name} WITH (FORCE)"]
         stack.callback(subprocess.run, drop, check=False)
         yield urlsplit(server_url)._replace(path=f"/{name}").geturl()
+
+
+def postgresql_version(url: str) -> str:
+    """Return the version of a PostgreSQL server that runs, such as "17.6"."""
+    psql = [program("psql", "postgresql-client"), "-XAt", url, "-c", "SHOW server_version"]
+    answer = subprocess.run(psql, check=True, capture_output=True, text=True)
+    return answer.stdout.split()[0]

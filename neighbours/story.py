@@ -17,7 +17,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
@@ -111,6 +111,8 @@ class Stage:
         try:
             replies = self.tasks.app.control.revoke(call.id, reply=True, timeout=10, limit=2)
         except Exception as error:  # each broker has its own
+            with suppress(Exception):
+                self.tasks.app.control.revoke(call.id)  # may go without a reply
             return f"{type(error).__name__}: {error}"
         return "" if len(replies or ()) == 2 else f"{len(replies or ())} of 2 workers answer"
 
@@ -122,9 +124,15 @@ class Stage:
         note(self.notes, "kill", group=group)
 
     def command(self, *words: str) -> None:
-        """Run a command of the app."""
+        """Run a command of the app. Raises RuntimeError with what it says if it fails."""
         celery = [sys.executable, "-m", "celery", "-A", self.setup.app]
-        subprocess.run([*celery, *words], check=True, cwd=self.folder)
+        ended = subprocess.run(
+            [*celery, *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            check=False, cwd=self.folder,
+        )  # fmt: skip
+        print(ended.stdout, end="", flush=True)
+        if ended.returncode:
+            raise RuntimeError(ended.stdout)
 
     def see(self, what: str, check: Callable[[], object]) -> None:
         """Wait until something is so. Raises TimeoutError with the logs if it never is."""
@@ -151,6 +159,8 @@ class Stage:
 def tell(stage: Stage) -> Seen:
     """Run the story to its end, and return what was seen."""
     work, once = stage.tasks.work, stage.tasks.once
+    if stage.setup.before:
+        stage.command(*stage.setup.before)
     stage.start("w1", "w2")
     stage.command("redlock", "trust", "--all", "--yes")  # new lock nodes grant no lock for a minute
     held = work.delay("a", str(stage.gate))
