@@ -161,10 +161,11 @@ NEIGHBOURS = (
     Neighbour(
         "PGMQ",
         "brokers",
-        "Revoke without a reply: kombu refuses a command to the workers that waits for replies.",
+        "A killed worker's messages come back, and no command to the workers, as a revoke, can be sent.",
         pgmq,
         ("pgmq==1.1.4", "psycopg[binary]==3.3.9", "psycopg-pool==3.3.3"),
         distributions=("pgmq", "psycopg"),
+        faults=frozenset(("revoke",)),
     ),
     Neighbour(
         "Kafka",

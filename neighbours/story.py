@@ -17,7 +17,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
@@ -111,8 +111,6 @@ class Stage:
         try:
             replies = self.tasks.app.control.revoke(call.id, reply=True, timeout=10, limit=2)
         except Exception as error:  # each broker has its own
-            with suppress(Exception):
-                self.tasks.app.control.revoke(call.id)  # may go without a reply
             return f"{type(error).__name__}: {error}"
         return "" if len(replies or ()) == 2 else f"{len(replies or ())} of 2 workers answer"
 
