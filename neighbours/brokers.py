@@ -161,7 +161,7 @@ NEIGHBOURS = (
     Neighbour(
         "PGMQ",
         "brokers",
-        "A killed worker's messages come back, and no command to the workers, as a revoke, can be sent.",
+        "A killed worker's messages come back. A command to the workers, as a revoke, is an error.",
         pgmq,
         ("pgmq==1.1.4", "psycopg[binary]==3.3.9", "psycopg-pool==3.3.3"),
         distributions=("pgmq", "psycopg"),

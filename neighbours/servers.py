@@ -40,9 +40,10 @@ def redis() -> EmbeddedNode:
 
 
 def version_of(node: EmbeddedNode) -> str:
-    """Return the version of a Redis or Valkey server that runs."""
+    """Return the version of a Redis or Valkey server, or a fork of them, that runs."""
     facts = node.client().info("server")
-    return str(facts.get("valkey_version") or facts["redis_version"])
+    own = (f"{name}_version" for name in ("valkey", "redict", "redis"))
+    return next(str(facts[name]) for name in own if name in facts)
 
 
 @contextmanager
