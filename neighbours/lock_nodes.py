@@ -192,7 +192,11 @@ NEIGHBOURS = (
         by_hand="start three of its servers, name them in redlock_nodes, and run the contract tests"
         " with CELERY_REDLOCK_SERVER",
     ),
-    of_proxy("HAProxy", "The HAProxy of each node leads to one server.", haproxy),
+    of_proxy(
+        "HAProxy",
+        "One node's HAProxy has to lead to one server: over two, two tasks may hold one lock.",
+        haproxy,
+    ),
     of_proxy(
         "stunnel",
         "It ends TLS before each node.",

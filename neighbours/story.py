@@ -111,7 +111,7 @@ class Stage:
         try:
             replies = self.tasks.app.control.revoke(call.id, reply=True, timeout=10, limit=2)
         except Exception as error:  # each broker has its own
-            return f"{type(error).__name__}: {error}"
+            return f"{type(error).__name__}: {error}".splitlines()[0]
         return "" if len(replies or ()) == 2 else f"{len(replies or ())} of 2 workers answer"
 
     def kill_worker_of(self, call: Any) -> None:
