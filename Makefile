@@ -4,8 +4,9 @@ PYTHON ?= python3
 SECONDS ?= 600
 QUICK ?=
 PYTHONS ?=
+NAMES ?=
 
-.PHONY: shop test test-all pythons docs night benchmarks release-check clean
+.PHONY: shop test test-all pythons docs night neighbours benchmarks release-check clean
 
 shop:  ## the example: a shop without and with the lock
 	$(PYTHON) -m example_worker
@@ -27,6 +28,9 @@ night:  ## with new seeds: all mutants; the simulator and the storm, SECONDS (60
 	$(PYTHON) -m tests.simulation --seconds $(SECONDS)
 	$(PYTHON) -m tests.integration.storm --seconds $(SECONDS)
 
+neighbours:  ## other software beside the package, NAMES='rabbitmq sqs' or all: their rows and page
+	$(PYTHON) -m neighbours $(NAMES)
+
 benchmarks:  ## what a lock costs, with celery_redlock[benchmarks] installed; QUICK=--quick for a look
 	$(PYTHON) -m benchmarks.pair $(QUICK)
 	$(PYTHON) -m benchmarks.task $(QUICK)
@@ -39,6 +43,8 @@ benchmarks:  ## what a lock costs, with celery_redlock[benchmarks] installed; QU
 	$(PYTHON) -m benchmarks.crowd $(QUICK)
 	$(PYTHON) -m benchmarks.workers $(QUICK)
 	$(PYTHON) -m benchmarks.tens $(QUICK)
+	$(PYTHON) -m benchmarks.rate $(QUICK)
+	$(PYTHON) -m benchmarks.recovery $(QUICK)
 	$(PYTHON) -m benchmarks.postgres $(QUICK)
 	$(PYTHON) -m benchmarks.comparison $(QUICK)
 

@@ -25,7 +25,8 @@ from celery.states import READY_STATES
 
 from benchmarks import contestants
 from benchmarks.contestants import EVENTS, GO, HOLDS, OTHERS, OURS, PLAIN, SECONDS, TIMEOUT
-from benchmarks.figures import rotations, table
+from benchmarks.figures import filled as filled_in
+from benchmarks.figures import markdown, rotations, table
 from celery_redlock import Redlock
 from celery_redlock.testing import EmbeddedNode, WorkerProcess, embedded_nodes
 
@@ -543,25 +544,33 @@ def multiple(figure: float | None, none: str) -> str:
 
 
 COSTS = (
-    "lock", "nodes", "send", "run", "finished", "not sent", "no run, SUCCESS", "refused",
-    "overlaps", "time",
+    "lock", "nodes", "send", "run", "finished", "without a run", "overlaps", "time",
 )  # fmt: skip
 FAILURES = (
-    "lock", "blocked after a kill", "run again", "overlaps, long body", "a server down",
+    "lock", "blocked after a kill", "run again", "overlaps of 2, long body", "a server down",
     "overlaps, restarted",
 )  # fmt: skip
-EQUAL_COLUMNS = {"nodes", "overlaps", "blocked after a kill"}  # a sentence of the page each
+# a sentence of the page each
+EQUAL_COLUMNS = {"nodes", "overlaps", "time", "blocked after a kill", "overlaps, restarted"}
 
 
 def cost_row(name: str, figures: Mapping[str, Any]) -> list[str]:
     """Return the row of a lock in the first table."""
-    refused = f"{figures['refused']} {', '.join(figures['refused as'])}".strip()
     return [
         name, str(figures["nodes"]), f"{figures['send']:.2f}", f"{figures['run']:.2f}",
-        f"{figures['finished']} of {figures['sent_at_once']}", str(figures["not sent"]),
-        str(figures["SUCCESS without a run"]), refused, str(figures["overlaps"]),
+        str(figures["finished"]), without_run(figures), str(figures["overlaps"]),
         f"{figures['time']:.2f}",
     ]  # fmt: skip
+
+
+def without_run(figures: Mapping[str, Any]) -> str:
+    """Return how the tasks ended whose body did not run."""
+    counts = {
+        "not sent": figures["not sent"],
+        "SUCCESS": figures["SUCCESS without a run"],
+        ", ".join(figures["refused as"]): figures["refused"],
+    }
+    return ", ".join(f"{count} {end}" for end, count in counts.items() if count) or "0"
 
 
 def failure_row(name: str, figures: Mapping[str, Any]) -> list[str]:
@@ -569,7 +578,7 @@ def failure_row(name: str, figures: Mapping[str, Any]) -> list[str]:
     return [
         name, multiple(figures["blocked"], f"> {BLOCKED_AFTER:g}"),
         multiple(figures["again"], "lost"),
-        f"{figures['outlived']} of 2", figures["server down"],
+        str(figures["outlived"]), figures["server down"].removesuffix(" without a run"),
         f"{figures['restarted']}{STOPPED if figures['restarted, stopped'] else ''}",
     ]  # fmt: skip
 
@@ -588,25 +597,19 @@ def plain_tables(stored: Mapping[str, Any]) -> list[str]:
     return [table(head, lines, left=1) for head, lines in rows(stored)]
 
 
-def markdown(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+def without_equal_columns(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
     """Return a table of a page, without the columns in which all locks are alike."""
     columns = [number for number, name in enumerate(head) if name not in EQUAL_COLUMNS]
-    all_lines = [head, ["---"] * len(head), *lines]
-    return "\n".join(f"| {' | '.join(line[column] for column in columns)} |" for line in all_lines)
+    head, *lines = [[line[column] for column in columns] for line in (head, *lines)]
+    return markdown(head, lines)
 
 
 def filled(page: str, stored: Mapping[str, Any]) -> str:
     """Return the page with these figures between its marks, and the versions that were measured."""
-    parts = [markdown(head, lines) for head, lines in rows(stored)]
+    parts = [without_equal_columns(head, lines) for head, lines in rows(stored)]
     names = [f"{name} {number}" for name, number in sorted(stored["versions"].items())]
     places = {"cost": parts[0], "failures": parts[1], "versions": ", ".join(names)}
-    for mark, text in places.items():
-        before, begin, remainder = page.partition(f"<!-- {mark} -->\n")
-        _, end, after = remainder.partition("\n<!-- end -->")
-        if not begin or not end:
-            raise ValueError(f"{PAGE.name} has no place for {mark}")
-        page = before + begin + text + end + after
-    return page
+    return filled_in(page, PAGE.name, places)
 
 
 if __name__ == "__main__":

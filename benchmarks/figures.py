@@ -1,7 +1,11 @@
-"""Ratios of times that were measured in one interleaved run, and the tables that show them."""
+"""Ratios of times that were measured in one interleaved run, and the tables that show them.
+
+A table is text for the terminal, or stands on a page below the mark that names its place.
+"""
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,6 +13,7 @@ from statistics import median
 from typing import Generic, TypeVar
 
 Kind = TypeVar("Kind", bound=Hashable)
+T = TypeVar("T")
 
 
 def rotations(kinds: Iterable[Kind], count: int) -> Iterator[list[Kind]]:
@@ -60,6 +65,31 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 0) 
     )
 
 
+def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table of a page."""
+    first, *others = [f"| {' | '.join(line)} |" for line in (head, *rows)]
+    return "\n".join([first, "|" + "---|" * len(head), *others])
+
+
+def filled(page: str, name: str, texts: Mapping[str, str]) -> str:
+    """Return a page with these texts below the lines `<!-- mark -->`, each up to an empty line.
+
+    texts: by mark. name: of the page, for the ValueError if it has no such line.
+    """
+    for mark, text in texts.items():
+        before, begin, remainder = page.partition(f"<!-- {mark} -->\n")
+        if not begin:
+            raise ValueError(f"{name} has no place for {mark}")
+        _, gap, after = remainder.partition("\n\n")
+        page = before + begin + text + (gap + after if gap else "\n")
+    return page
+
+
+def percentile(ranked: Sequence[T], share: float) -> T:
+    """Return the value below which this share of the sorted ones lies."""
+    return ranked[max(0, math.ceil(share * len(ranked)) - 1)]
+
+
 @dataclass(frozen=True)
 class Aim:
     """The bound that a figure of one run must not exceed. name: describes the figure.
@@ -72,15 +102,15 @@ class Aim:
     bound: float
     is_least: bool = False
 
+    @property
+    def is_met(self) -> bool:
+        """Whether the figure is within the bound."""
+        return self.figure >= self.bound if self.is_least else self.figure <= self.bound
+
     def row(self) -> list[str]:
         """Return the figure beside its aim."""
-        if self.is_least:
-            is_met = self.figure >= self.bound
-            sign = ">="
-        else:
-            is_met = self.figure <= self.bound
-            sign = "<="
-        verdict = "met" if is_met else "missed"
+        sign = ">=" if self.is_least else "<="
+        verdict = "met" if self.is_met else "missed"
         return [self.name, f"{self.figure:.2f}", f"{sign} {self.bound:g}", verdict]
 
 

@@ -3,7 +3,8 @@
 From the end of one body to the beginning of the next, with delays of up to 5 s between tries: woken
 by the release, by the delay alone, and by hand with redis-py's lock and `self.retry`. One way after
 another, each in two prefork workers of its own, or more; small waves of tasks, so that most of the
-time three wait.
+time three wait. With `--busy` 200 short tasks wait, while all cores are idle, and while other tasks
+keep them busy.
 """
 
 from __future__ import annotations
@@ -11,16 +12,17 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import math
+import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from statistics import median
 from typing import cast
 
 from celery import Celery
 
-from benchmarks import relay
-from benchmarks.figures import Aim, against, table
+from benchmarks import costs, relay
+from benchmarks.figures import Aim, against, percentile, table
+from benchmarks.usage import await_workers, log_lines
 from celery_redlock import Redlock
 from celery_redlock.testing import EmbeddedNode, WorkerProcess, embedded_nodes
 
@@ -29,7 +31,11 @@ WAVE = 4  # tasks that are sent at once
 FULL_WAVES = 24
 QUICK_WAVES = 4
 SLOW_WAVES = 4  # of each that goes by its delay
+CROWD = 200  # messages that wait with `--busy`
+QUICK_CROWD = 50
+CROWD_WAVES = 3
 PATIENCE = 120  # s
+SPIN_SECONDS = 3600.0  # s: until the worker is killed
 MAX_PREFORK = 8  # workers; more of them are solo, so that they fit into a machine's memory
 LAUNCHED_AT_ONCE = 4  # workers that start at a time
 AIM_P50 = 20.0  # ms
@@ -40,28 +46,66 @@ def main() -> None:
     """Run the benchmark and print its table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.handoff", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="half a minute, for a look")
-    parser.add_argument("--broker", help="a RabbitMQ's URL; else an embedded Valkey")
-    parser.add_argument("--workers", type=int, default=2, help="of each way; solo if more than 8")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--broker", help="a RabbitMQ's URL; else an embedded Valkey")
+    what.add_argument("--busy", action="store_true", help="200 wait, with all cores busy as well")
+    what.add_argument("--workers", type=int, default=2, help="of each way; solo if more than 8")
+    costs.add_option(parser)
     options = parser.parse_args()
-    woken, slow = (QUICK_WAVES, 1) if options.quick else (FULL_WAVES, SLOW_WAVES)
+    entry = costs.Entry.of(options, command(options))
     with contextlib.ExitStack() as stack:
         store = stack.enter_context(EmbeddedNode())
         nodes = stack.enter_context(embedded_nodes(3))
         site = (options.broker or store.url, store, nodes, options.workers)
-        lanes = [
-            Lane("woken", "locked", woken, *site),
-            Lane("by the delay alone", "locked", slow, *site, wakes=False),
-            Lane("by hand, redis-py", "by hand", slow, *site),
-        ]
+        lanes = crowded(site, quick=options.quick) if options.busy else small(site, options.quick)
         for lane in lanes:
             lane.measure()
     print(report(lanes))
+    if entry is not None:
+        figures = {lane.name: [median(lane.gaps), lane.percentile(0.99)] for lane in lanes}
+        figures_ms = {name: [round(ms, 1) for ms in pair] for name, pair in figures.items()}
+        entry.write(figures_ms, {"p50": AIM_P50, "p99": AIM_P99})
+
+
+def command(options: argparse.Namespace) -> str:
+    """Return what stands for this run on the page."""
+    if options.broker:
+        return f"handoff {costs.RABBITMQ}"
+    if options.busy:
+        return costs.CROWD
+    return "handoff" if options.workers == 2 else f"handoff --workers {options.workers}"
+
+
+Site = tuple[str, EmbeddedNode, Sequence[EmbeddedNode], int]  # broker, store, nodes, workers
+
+
+def small(site: Site, quick: bool) -> list[Lane]:
+    """Return the ways with small waves."""
+    woken, slow = (QUICK_WAVES, 1) if quick else (FULL_WAVES, SLOW_WAVES)
+    return [
+        Lane("woken", "locked", woken, *site),
+        Lane("by the delay alone", "locked", slow, *site, wakes=False),
+        Lane(costs.BY_HAND, "by hand", slow, *site),
+    ]
+
+
+def crowded(site: Site, *, quick: bool) -> list[Lane]:
+    """Return the ways in which a crowd waits: with idle cores, with busy ones, and by hand."""
+    crowd, waves = (QUICK_CROWD, 1) if quick else (CROWD, CROWD_WAVES)
+    cores = os.cpu_count() or 1
+    return [
+        Lane("calm", "hot", waves, *site, crowd=crowd),
+        Lane("busy", "hot", waves, *site, crowd=crowd, spinners=cores),
+        Lane(f"busy, {costs.BY_HAND}", "hot by hand", 1, *site, crowd=crowd, spinners=cores),
+    ]
 
 
 class Lane:
     """Workers with a queue of their own, and the ms between bodies that they were measured at.
 
-    waves: how many are timed. wakes: whether a release wakes who waits.
+    waves: how many are timed. wakes: whether a release wakes who waits. crowd: messages of a wave
+    that wait for a key before the first of them may run; 0 sends a small wave to a free lock.
+    spinners: cores that other tasks keep busy meanwhile.
     """
 
     def __init__(
@@ -75,21 +119,28 @@ class Lane:
         workers: int,
         *,
         wakes: bool = True,
+        crowd: int = 0,
+        spinners: int = 0,
     ) -> None:
         self.name = name
+        self._crowd = crowd
+        self._spinners = spinners
+        self._waves_run = 0
         self.waves = waves
         self._kind = kind
         self.gaps: list[float] = []
         self._queue = "handoff-" + name.replace(" ", "-").replace(",", "")
         self._client = store.client()
+        self._naive_client = nodes[0].client()
         self._sender = Celery("sender", broker=broker, set_as_current=False)
-        urls = [node.url for node in nodes]
-        with Redlock(urls, prefix=self._queue) as redlock:
+        self._urls = [node.url for node in nodes]
+        with Redlock(self._urls, prefix=self._queue) as redlock:
             redlock.trust()
         env = {
             relay.BROKER: broker,
             relay.STORE: store.url,
-            relay.NODES: " ".join(urls),
+            relay.NODES: " ".join(self._urls),
+            relay.NAIVE_NODE: nodes[0].url,
             relay.QUEUE: self._queue,
             relay.WAKES: "yes" if wakes else "no",
         }
@@ -101,6 +152,7 @@ class Lane:
             )
             for number in range(workers)
         ]  # fmt: skip
+        self._env = env
 
     def measure(self) -> None:
         """Start the workers, run all waves, and end the workers."""
@@ -115,21 +167,68 @@ class Lane:
                     worker.launch()
                 for worker in starting:
                     worker.wait_ready()
-            self.run_wave()  # connections, caches
+            run = self.run_crowd if self._crowd else self.run_wave
+            run()  # connections, caches
             self.gaps.clear()
+            if self._spinners:
+                self._spin(stack)
             for _ in range(self.waves):
-                self.run_wave()
+                run()
 
     def _end(self) -> None:
         for worker in self.workers:
             if worker.runs:
                 worker.signal(signal.SIGTERM)
 
+    def _spin(self, stack: contextlib.ExitStack) -> None:
+        """Return once other tasks keep so many cores busy; the stack kills their worker."""
+        queue = f"{self._queue}-spin"
+        worker = WorkerProcess(
+            "benchmarks.relay", name=queue, env=self._env, queues=[queue],
+            concurrency=self._spinners,
+        )  # fmt: skip
+        stack.push(worker)
+        stack.callback(worker.kill)  # its tasks do not end
+        worker.start()
+        for _ in range(self._spinners):
+            self._sender.send_task("spin", (SPIN_SECONDS,), queue=queue, ignore_result=True)
+        for _ in range(self._spinners):
+            self._await("spins")
+
+    def run_crowd(self) -> None:
+        """Have a crowd wait for one key, then let it run, and note what lay between the bodies."""
+        self._waves_run += 1
+        key = f"{self._queue}-{self._waves_run}"
+        ended = self._refused()
+        with self._held(key):
+            for _ in range(self._crowd):
+                self._sender.send_task(self._kind, (key,), queue=self._queue, ignore_result=True)
+            await_workers(self.workers, lambda: self._refused() - ended >= self._crowd, PATIENCE)
+        spans = sorted(json.loads(self._await("ran"))[1:3] for _ in range(self._crowd))
+        self._note(spans)
+
+    @contextlib.contextmanager
+    def _held(self, key: str) -> Iterator[None]:
+        """Hold the key that the tasks of this lane take."""
+        if self._kind == "hot":
+            with Redlock(self._urls, prefix=self._queue) as redlock, redlock.lock(key):
+                yield
+        else:
+            with self._naive_client.lock(key, timeout=PATIENCE):
+                yield
+
+    def _refused(self) -> int:
+        """Return how many messages wait, or have tried and will try again."""
+        end = "deferred" if self._kind == "hot" else "retry"
+        return log_lines(self.workers, self._kind, end)
+
     def run_wave(self) -> None:
         """Send some tasks at once, and note what lay between their bodies."""
         for _ in range(WAVE):
             self._sender.send_task(self._kind, queue=self._queue, ignore_result=True)
-        spans = sorted(json.loads(self._await()) for _ in range(WAVE))
+        self._note(sorted(json.loads(self._await("ran")) for _ in range(WAVE)))
+
+    def _note(self, spans: Sequence[tuple[float, float]]) -> None:
         ends = [end for _, end in spans[:-1]]
         begins = [begin for begin, _ in spans[1:]]
         self.gaps += [(begin - end) * 1000 for begin, end in zip(begins, ends, strict=True)]
@@ -141,10 +240,10 @@ class Lane:
             queue(connection).delete()
             queue.exchange(connection).delete()
 
-    def _await(self) -> str:
+    def _await(self, what: str) -> str:
         reply = cast(
             "tuple[str, str] | None",
-            self._client.blpop([f"{self._queue}:ran"], timeout=PATIENCE),
+            self._client.blpop([f"{self._queue}:{what}"], timeout=PATIENCE),
         )
         if reply is None:
             logs = "\n".join(worker.output() for worker in self.workers)
@@ -153,8 +252,7 @@ class Lane:
 
     def percentile(self, share: float) -> float:
         """Return the ms below which this share of the hand-offs lies."""
-        gaps = sorted(self.gaps)
-        return gaps[min(len(gaps) - 1, math.ceil(share * len(gaps)) - 1)]
+        return percentile(sorted(self.gaps), share)
 
 
 def report(lanes: Sequence[Lane]) -> str:
@@ -164,13 +262,21 @@ def report(lanes: Sequence[Lane]) -> str:
             median(lane.gaps), lane.percentile(0.99), max(lane.gaps)))]
         for lane in lanes
     ]  # fmt: skip
-    woken = lanes[0]
-    aims = [
-        Aim("woken, p50 ms", median(woken.gaps), AIM_P50),
-        Aim("woken, p99 ms", woken.percentile(0.99), AIM_P99),
-    ]
     head = ["hand-off", "count", "p50 ms", "p99 ms", "max ms"]
-    return f"{table(head, rows, left=1)}\n\n{against(aims)}"
+    return f"{table(head, rows, left=1)}\n\n{against(aims(lanes))}"
+
+
+def aims(lanes: Sequence[Lane]) -> list[Aim]:
+    """Return the aims: of the lanes in which a release wakes who waits."""
+    return [
+        aim
+        for lane in lanes
+        if lane.name in ("woken", "calm", "busy")
+        for aim in (
+            Aim(f"{lane.name}, p50 ms", median(lane.gaps), AIM_P50),
+            Aim(f"{lane.name}, p99 ms", lane.percentile(0.99), AIM_P99),
+        )
+    ]
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The app that the workers of the hand-off, the crowd, the many workers and the tens run.
+"""The app that the workers of the hand-off, the crowd, the many workers, the tens and others run.
 
 Tasks of a pair do the same, and store when. One is a `LockedTask`; the other is what people write
 by hand: redis-py's lock, and `self.retry` if that is taken, after a random or a fixed countdown.
@@ -27,6 +27,7 @@ QUEUE = "BENCHMARK_QUEUE"
 WAKES = "BENCHMARK_WAKES"
 LATE = "BENCHMARK_LATE"  # "yes": all tasks acknowledge late
 NAIVE_NODE = "BENCHMARK_NAIVE_NODE"
+PREFETCH = "BENCHMARK_PREFETCH"  # messages for each slot
 MAX_DELAY = 5.0  # s: of a delay between two tries
 COUNTDOWN = 0.25  # s: of a retry of `hot by hand`
 BODY_SECONDS = 0.25  # s
@@ -41,7 +42,7 @@ app.conf.update(
     task_default_queue=queue,
     task_ignore_result=True,
     task_acks_late=os.environ.get(LATE) == "yes",
-    worker_prefetch_multiplier=1,
+    worker_prefetch_multiplier=int(os.environ.get(PREFETCH, "1")),
     redlock_nodes=nodes,
     redlock_prefix=queue,
 )
@@ -109,6 +110,22 @@ def hot_by_hand(self: Any, key: str) -> None:
 def unlocked(key: str) -> None:
     """Do the same without a lock."""
     _run_for(key)
+
+
+@app.task(name="spin", acks_late=False)
+def spin(seconds: float) -> None:
+    """Keep a core busy."""
+    _client().rpush(f"{queue}:spins", "yes")
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        pass
+
+
+@app.task(name="stay", acks_late=False)
+def stay(seconds: float) -> None:
+    """Keep a slot of a worker without any work."""
+    _client().rpush(f"{queue}:stays", "yes")
+    time.sleep(seconds)
 
 
 def _run_for(key: str) -> None:

@@ -32,6 +32,7 @@ PICTURE_INTERVAL = 0.25
 # before all orders were executed waits for the longer time. In seconds.
 IDLE_TIME = 1.0
 LONG_IDLE_TIME = 10.0
+HANGING_TIME = 60.0  # s without an order sent or executed: longer than a dead holder keeps its lock
 # the errors of a server or a worker that does not answer or does not start
 FAILURES = (
     *(KombuError, RedisError, RedlockError, SQLAlchemyError, ValkeyServerError),
@@ -102,13 +103,14 @@ class Run:
         return unlocked, self._phase("with the lock", shop.LOCKED)
 
     def _phase(self, title: str, tasks: Mapping[str, Any]) -> Phase:
-        """Send the orders and watch, until the broker is empty or the deadline has come."""
+        """Send the orders and watch, until the broker is empty or nothing moves any more."""
         orders = plan(self._orders, Random())
         phase = f"{self._id} {title}"
         self._stage.ledger.stock(shelves(phase, orders))
         self._stage.watch.clear()
         self._screen.tell(f"{title}: {len(orders)} orders")
-        started = busy_at = time.monotonic()
+        started = busy_at = moved_at = time.monotonic()
+        moved = (0, 0)  # orders sent and executed
         empty_since: float | None = None
         for sent in _send(tasks, phase, orders):
             self._interruption.check()
@@ -125,8 +127,11 @@ class Run:
                     time.monotonic()
                 )  # after the reading: this process may have been stopped before
             quiet = IDLE_TIME if picture.executed >= sent else LONG_IDLE_TIME
+            if moved != (sent, picture.executed):
+                moved = (sent, picture.executed)
+                moved_at = now
             finished = empty_since is not None and now - empty_since >= quiet
-            if finished or now - started >= _deadline(len(orders)):
+            if finished or now - moved_at >= HANGING_TIME:
                 break
         deferrals = picture.deferrals
         return Phase(title, sent, picture.current, deferrals, busy_at - started, finished)
@@ -179,8 +184,3 @@ def _send(tasks: Mapping[str, Any], phase: str, orders: Sequence[Order]) -> Iter
     while True:
         yield len(orders)
         time.sleep(PICTURE_INTERVAL)
-
-
-def _deadline(orders: int) -> float:
-    """Return the seconds after which a phase counts as hanging."""
-    return 60.0 + orders / 50

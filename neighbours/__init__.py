@@ -16,5 +16,7 @@ first, then `brokers.py`, then `story.py`. Nothing of `tests` is imported here.
 - `bodies.py`: what the bodies note, and what follows from it: overlaps, lost, run twice.
 - `brokers.py`, `backends.py`, `schedulers.py`, `agents.py`, `task_classes.py`, `applications.py`,
   `web_servers.py`, `lock_nodes.py`: the neighbours, one file for each kind.
+- `page.py`: writes the page that shows the rows.
+- `own_servers.py`: the story on servers that the command line names.
 - `controls.py`, `unlocked_app.py`: runs that have to find a fault, such as tasks without a lock.
 """

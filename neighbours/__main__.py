@@ -1,4 +1,4 @@
-"""Run neighbours, and write what was seen: `python3 -m neighbours`.
+"""Run neighbours, and write what was seen, as rows and as a page: `python3 -m neighbours`.
 
 Names choose neighbours, in any case and by a part; none means all. The exit status is 1 if a run
 saw something else than its declaration says: then its row stays as it was.
@@ -20,7 +20,9 @@ from importlib import import_module
 from pathlib import Path
 
 from example_worker.bootstrap import ensure
-from neighbours.environment import REPOSITORY, cache, distribution_of, environment, versions
+from neighbours.environment import REPOSITORY, cache, environment, versions
+from neighbours.own_servers import add_options, own_servers, setup_of
+from neighbours.page import write_page
 from neighbours.row import CONTROLS, KINDS, NOT_RUN, ROWS, Neighbour, Row, write_rows
 
 PACKAGE = ("celery_redlock", f":!{ROWS.relative_to(REPOSITORY)}")  # for git: what the rows are of
@@ -32,7 +34,12 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("names", nargs="*", metavar="NAME", help="a part of a neighbour's name")
     parser.add_argument("--kind", choices=(*KINDS, CONTROLS), help="only neighbours of this kind")
     parser.add_argument("--list", action="store_true", help="name the neighbours, and run none")
+    parser.add_argument("--page", action="store_true", help="run none, and write the page anew")
+    add_options(parser)
     options = parser.parse_args(words)
+    if options.page:
+        write_page()
+        return 0
     declared = declarations()
     chosen = [
         each for each in declared
@@ -41,6 +48,8 @@ def main(words: Sequence[str] | None = None) -> int:
     if options.list:
         print("\n".join(f"{each.kind:14}{each.name}" for each in chosen))
         return 0
+    if setup := setup_of(options):
+        return 0 if publishable(own_servers(setup, options.require)) else 1
     known = [(each.kind, each.name) for each in declared]
     failed = []
     for neighbour in chosen:
@@ -49,6 +58,7 @@ def main(words: Sequence[str] | None = None) -> int:
             failed.append(neighbour.name)
         else:
             write_rows([row], known)
+    write_page()
     if failed:
         print(f"not as declared: {', '.join(failed)}", file=sys.stderr)
     return 1 if failed else 0
@@ -71,7 +81,8 @@ def publishable(neighbour: Neighbour) -> Row | None:
     if neighbour.run is None:
         print(f"{neighbour.name}: {NOT_RUN}: {neighbour.reason}")
         return Row.of(neighbour)
-    from neighbours.run import Run  # after `ensure`
+    from celery_redlock.operate.works_with import IN_EACH_RUN  # both after `ensure`
+    from neighbours.run import Run
 
     began = time.monotonic()
     folder = Path(tempfile.mkdtemp(prefix="run-", dir=cache()))
@@ -91,10 +102,11 @@ def publishable(neighbour: Neighbour) -> Row | None:
         return None
     shutil.rmtree(folder)
     installed = versions(python)
-    names = neighbour.distributions or map(distribution_of, neighbour.requirements)
+    own = {name: installed[name] for name in neighbour.all_distributions()}
     return Row.of(
         neighbour,
-        versions={**run.versions, **{name: installed[name] for name in names}},
+        versions={**run.versions, **own},
+        beside={name: installed[name] for name in IN_EACH_RUN if name in installed},
         date=dt.datetime.now(dt.UTC).date().isoformat(),
         commit=commit(),
         seen={name: value for name, value in asdict(seen).items() if value},

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from neighbours.environment import distribution_of
 
 if TYPE_CHECKING:
     from neighbours.run import Run
@@ -76,6 +78,10 @@ class Neighbour:
     reason: str = ""
     by_hand: str = ""
 
+    def all_distributions(self) -> tuple[str, ...]:
+        """Return the normalized names of those of which the row gives the version."""
+        return self.distributions or tuple(map(distribution_of, self.requirements))
+
     def surprises(self, seen: Seen) -> list[str]:
         """Return what a run saw and the declaration does not say, or the other way round."""
         found = [f"not declared: {name}" for name in sorted(seen.faults() - self.faults)]
@@ -89,14 +95,18 @@ class Neighbour:
 class Row:
     """What is published of a neighbour. date: "2026-11-30". commit: of the package that was run.
 
-    versions: of the neighbour's distributions and servers, by their names.
+    versions: of the neighbour's distributions and servers, by their names. distributions: what an
+    app's environment has if the row is about it. beside: the versions of what is in each run, such
+    as Celery's.
     """
 
     name: str
     kind: str
     verdict: str
     sentence: str
+    distributions: Sequence[str] = ()
     versions: Mapping[str, str] = field(default_factory=dict)
+    beside: Mapping[str, str] = field(default_factory=dict)
     setting: str = ""
     error: str = ""
     date: str = ""
@@ -109,7 +119,8 @@ class Row:
     def of(cls, neighbour: Neighbour, **facts: Any) -> Row:
         """Return the row of a neighbour. facts: what its run adds; none if it was not run."""
         shared = ("name", "kind", "verdict", "sentence", "setting", "error", "reason", "by_hand")
-        return cls(**{name: getattr(neighbour, name) for name in shared}, **facts)
+        told = {name: getattr(neighbour, name) for name in shared}
+        return cls(**told, distributions=neighbour.all_distributions(), **facts)
 
     def as_json(self) -> dict[str, Any]:
         """Return the fields that say something."""

@@ -19,6 +19,7 @@ from celery_redlock.testing import EmbeddedNode, embedded_nodes
 from celery_redlock.testing.servers import claim_port, spawn
 
 RABBITMQ = "CELERY_REDLOCK_RABBITMQ"  # the URL of a server that runs; so do the tests
+POSTGRESQL = "CELERY_REDLOCK_POSTGRESQL"
 valkey = EmbeddedNode
 lock_nodes = embedded_nodes
 
@@ -114,9 +115,9 @@ def _takes_connections(port: int) -> bool:
 def postgresql() -> Iterator[str]:
     """Give the URL of a database of PostgreSQL of its own, which is dropped at the end.
 
-    $CELERY_REDLOCK_POSTGRES names a server that runs, with a role that may create databases.
+    $CELERY_REDLOCK_POSTGRESQL names a server that runs, with a role that may create databases.
     """
-    server_url = os.environ.get("CELERY_REDLOCK_POSTGRES", "postgresql://root@127.0.0.1:5432/test")
+    server_url = os.environ.get(POSTGRESQL, "postgresql://root@127.0.0.1:5432/test")
     psql = [program("psql", "postgresql-client"), "-q", "-v", "ON_ERROR_STOP=1", server_url, "-c"]
     name = f"neighbour_{uuid.uuid4().hex[:12]}"
     with ExitStack() as stack:

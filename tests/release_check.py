@@ -43,10 +43,24 @@ class CommandError(Exception):
 
 @dataclass(frozen=True)
 class Figure:
-    """A row of the table of benchmarks. commit: that at which its figures were measured."""
+    """What a benchmark has measured. commit: that of its figures.
+
+    benchmark: its name, and its options. on_page: whether it writes them into *What it costs*.
+    """
 
     benchmark: str
     commit: str
+    on_page: bool = False
+
+    @property
+    def renewal(self) -> str:
+        """What measures it again."""
+        if self.on_page:
+            return f"run `python -m benchmarks.{self.benchmark} --page`"
+        return (
+            f"run `python -m benchmarks.{self.benchmark}`, and write its figures and commit into "
+            "benchmarks/README.md"
+        )
 
 
 def problems_of_tree(status: str) -> Iterator[str]:
@@ -84,7 +98,6 @@ def problems_of_pages(texts: Mapping[str, str], version: str) -> Iterator[str]:
 def problems_of_figures(ages: Mapping[Figure, int | None]) -> Iterator[str]:
     """Give each figure that is too old. ages: commits to the package since; None if not known."""
     for figure, age in ages.items():
-        again = f"run `python -m benchmarks.{figure.benchmark}`, and write its figures and commit"
         if age is None:
             yield (
                 f"{figure.benchmark}: {figure.commit} is no commit before this one; name another, "
@@ -93,7 +106,7 @@ def problems_of_figures(ages: Mapping[Figure, int | None]) -> Iterator[str]:
         elif age > OLDEST_FIGURE:
             yield (
                 f"{figure.benchmark}: its figures are {age} commits to the package old, at most "
-                f"{OLDEST_FIGURE} are allowed; {again} into benchmarks/README.md"
+                f"{OLDEST_FIGURE} are allowed; {figure.renewal}"
             )
 
 
@@ -122,6 +135,12 @@ def figures_of(page: str) -> list[Figure]:
     """Return the rows of the table of benchmarks/README.md."""
     rows = re.findall(r"^\| \[?`(\w+)`\]?\S* \|.*\| `([0-9a-f]+)` \|$", page, re.MULTILINE)
     return [Figure(*row) for row in rows]
+
+
+def figures_of_costs(text: str) -> list[Figure]:
+    """Return what benchmarks/costs.json has, from which the page *What it costs* is written."""
+    stored = json.loads(text).items()
+    return [Figure(command, entry["commit"], on_page=True) for command, entry in stored]
 
 
 def with_version(pyproject: str, version: str) -> str:
@@ -186,6 +205,7 @@ class Check:
     def figures(self) -> Iterator[str]:
         """Give each figure that is too old."""
         figures = figures_of(read("benchmarks/README.md"))
+        figures += figures_of_costs(read("benchmarks/costs.json"))
         return problems_of_figures({one: age_of(one) for one in figures})
 
     def build(self) -> Iterator[str]:

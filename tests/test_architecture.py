@@ -50,6 +50,7 @@ ORDER = [
         "operate.lints",
         "operate.pass_through",
         "operate.start_report",
+        "operate.works_with",
         "operate.control",
         "operate.metrics",
         "operate.tracing",

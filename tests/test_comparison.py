@@ -61,6 +61,9 @@ def test_what_the_page_says_of_all_locks_is_what_was_measured(stored: dict[str, 
     for name, of in stored["figures"].items():
         assert of["overlaps"] == 0, name
         assert of["blocked"] == pytest.approx(1, abs=0.1), name
+        assert of["time"] <= 1.25, name
+        if not name.startswith("celery_redlock"):
+            assert of["restarted"] == 1, name
 
 
 def test_overlaps_are_counted_between_runs_that_meet() -> None:

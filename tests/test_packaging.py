@@ -193,6 +193,7 @@ def test_the_wheel_has_all_of_the_package_and_nothing_else(wheel: Path) -> None:
     assert names == wanted
     assert "celery_redlock/py.typed" in names
     assert "celery_redlock/lock/server/lua/grant.lua" in names
+    assert "celery_redlock/operate/works_with.json" in names
 
 
 def test_the_sdist_has_what_its_tests_need(built: Path, tmp_path: Path) -> None:
@@ -230,6 +231,7 @@ def test_it_works_in_an_environment_of_its_own(plain: Path, tmp_path: Path) -> N
     see_it_work(str(plain / "bin" / "python"), tmp_path)
     celery = (str(plain / "bin" / "celery"), "-A", "shop", "redlock")
     assert "--json" in run(*celery, "doctor", "--help", cwd=tmp_path)
+    assert "RabbitMQ, quorum queues" in run(*celery, "doctor", "--neighbours", cwd=tmp_path)
 
 
 def test_what_it_needs_is_enough_for_a_broker_and_results_on_redis(

@@ -31,7 +31,7 @@ FIRST = {
     "advisory lock": "explanation/pgbouncer-and-advisory-locks",
     "Celery default": "explanation/celerys-default-and-here",
     "coalesce": "how-to/debounce how-to/deduplicate-calls",
-    "Django admin": "how-to/django",
+    "Django admin": "how-to/django-admin",
     "double click": "how-to/django",
     "downtime": "operations/change-nodes",
     "enqueue": "how-to/deduplicate-calls",

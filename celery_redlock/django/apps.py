@@ -6,6 +6,7 @@ Django finds it by the name of this file, in each process of the project.
 from __future__ import annotations
 
 from django.apps import AppConfig
+from django.conf import settings
 
 
 class RedlockConfig(AppConfig):
@@ -14,3 +15,12 @@ class RedlockConfig(AppConfig):
     name = "celery_redlock.django"
     label = "celery_redlock"
     verbose_name = "Celery Redlock"
+
+    def ready(self) -> None:
+        """Say that the app has no migrations, unless the project says where they are.
+
+        Else `makemigrations celery_redlock` would write one into the installed package. Source:
+        django.db.migrations.writer refuses to write for an app whose MIGRATION_MODULES is None.
+        """
+        if self.label not in settings.MIGRATION_MODULES:
+            settings.MIGRATION_MODULES = {**settings.MIGRATION_MODULES, self.label: None}

@@ -2,7 +2,7 @@
 
 Source: django.contrib.auth.management.create_permissions makes the permissions of each model after
 each `migrate`, also of a model that is not managed. The app has no migrations, so `makemigrations`
-finds nothing to do.
+finds nothing to do, and refuses the app's own label (`apps.py`).
 """
 
 from __future__ import annotations

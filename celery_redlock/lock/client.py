@@ -281,8 +281,8 @@ class Redlock:
             logger.info("node %s is trusted: it votes from now on", name, extra=extra)
             if lock_name:
                 logger.warning(
-                    "node %s is trusted, but holds %r: if the holder still runs, a node that lost "
-                    "this lock may now grant it again", name, lock_name,
+                    "node %s is trusted, but holds the lock %r: if its owner still runs, a node "
+                    "that has lost this lock may now grant it to another one", name, lock_name,
                     extra={"event": "node_trusted_with_locks", "node": name},
                 )  # fmt: skip
         if not trusted:

@@ -14,6 +14,8 @@ Read `control.py` first.
 - `pass_through.py`: `changing_call`: finds a `__call__` that may change the arguments of a body.
 - `start_report.py`: `report_lints`, `open_decisions`: logs the lints at a worker's start, and lists
   the decisions that the defaults leave to the user.
+- `works_with.py`: `neighbours_among`, `InstalledNeighbour`: what was run beside the package, and
+  which of it is installed here; the rows are in `works_with.json`.
 
 No run of a task needs this folder: `lock/` and `tasks/` import nothing of it. Not here: checks of
 single values (`tasks/settings`), and queries to the nodes (`lock/inspection.py`).

@@ -182,6 +182,9 @@ class StateCollector:
         nodes = redlock_of(app).status().nodes
         votes = {node.node: float(node.votes) for node in nodes}
         yield _gauge("node_votes", "Whether a node votes: 1 or 0.", "node", votes)
+        evicts = {node.node: float(node.evicts) for node in nodes if not node.error}
+        text = "Whether a node deletes held locks once its memory is full: 1 or 0."
+        yield _gauge("node_evicts", text, "node", evicts)
         latency = {node.node: node.latency for node in nodes if not node.error}
         yield _gauge("node_latency_seconds", "A round trip to a node.", "node", latency)
         ahead = {node.node: node.clock for node in nodes if not node.error}

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime as dt
-import itertools
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -25,9 +24,11 @@ from celery_redlock.lock.engine.session import Session
 from celery_redlock.lock.inspection import break_lock
 from celery_redlock.lock.lock import Lock
 from celery_redlock.lock.model.acquisition import Acquisition, Hold, Owner
+from celery_redlock.lock.model.fencing import proposal
 from celery_redlock.lock.model.lease import LockKey
 from celery_redlock.lock.model.options import LockOptions
 from celery_redlock.lock.platform.clock import SystemClock
+from celery_redlock.lock.platform.threads import new_mutex
 from celery_redlock.lock.reports import LockList, LockReport
 from celery_redlock.lock.transport.command import text_of
 from celery_redlock.tasks.per_app import forget, redlock_as_set, redlock_of
@@ -36,7 +37,8 @@ from celery_redlock_entry import without_proxy
 
 POLL_INTERVAL = 0.02  # seconds between two checks of a condition
 _targets: list[Any] = []  # set by `default_target`, the innermost last
-_tokens = itertools.count(1)  # fencing tokens of `Unlocked`
+_last_token = 0  # the last fencing token of an `Unlocked`
+_token_mutex = new_mutex()
 
 
 def trust_nodes(nodes: Sequence[Any], prefix: str = "redlock") -> None:
@@ -213,7 +215,7 @@ class Unlocked(Acquisition):
 
     def __init__(self, options: LockOptions, keys: Sequence[LockKey], owner: Owner) -> None:
         super().__init__(options, keys, owner)
-        self._token = next(_tokens)
+        self._token = _next_token()
 
     def held(self, now: float) -> bool:
         """Return True: it is not called after the release."""
@@ -227,12 +229,23 @@ class Unlocked(Acquisition):
 
     @property
     def fencing_token(self) -> int:
-        """A number greater than the token of every earlier acquisition of this class."""
+        """A number greater than the token of every earlier acquisition, as `_next_token` says."""
         return self._token
 
     def begin_renewal(self, now: float) -> bool:
         """Return False: there is nothing to renew."""
         return False
+
+
+def _next_token() -> int:
+    """Return a fencing token as nodes give it, greater than the last one of this process.
+
+    A row may keep the token of an earlier process, of a lock on nodes, or of another test.
+    """
+    global _last_token
+    with _token_mutex:
+        _last_token = max(_last_token + 1, proposal(SystemClock().wall_us()))
+        return _last_token
 
 
 @contextlib.contextmanager

@@ -1,7 +1,7 @@
 """Draw `workers.svg`: what one task of a hot key costs as workers are added.
 
-Run by `python -m benchmarks.workers --picture`, which measures it and writes `workers.json` first;
-by itself, `python docs/pictures/workers.py` draws the same figures again.
+Run by `python -m benchmarks.workers --page`, which measures it and writes `benchmarks/costs.json`
+first; by itself, `python docs/pictures/workers.py` draws the same figures again.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 from xml.sax.saxutils import escape
 
 PICTURE = Path(__file__).with_name("workers.svg")
-FIGURES = PICTURE.with_suffix(".json")  # by way, number of workers and kind of figure
+FIGURES = PICTURE.parents[2] / "benchmarks" / "costs.json"
 KINDS = {
     "published again": "messages published again, a task",
     "commands a node": "commands on a node, a task",
@@ -32,8 +32,8 @@ Figures = Mapping[str, Mapping[str, Mapping[str, float]]]
 
 
 def read() -> Figures:
-    """Return the figures of the last run that was drawn."""
-    figures: Figures = json.loads(FIGURES.read_text(encoding="utf-8"))
+    """Return the figures of the last run, by way, number of workers and kind of figure."""
+    figures: Figures = json.loads(FIGURES.read_text(encoding="utf-8"))["workers"]["figures"]
     return figures
 
 

@@ -370,6 +370,26 @@ def test_each_right_of_the_page_is_missed_by_its_name() -> None:
         assert node.client().keys("*") == []
 
 
+def test_no_lock_needs_a_right_that_the_page_calls_one_of_the_commands_alone() -> None:
+    page = Path(__file__).parents[2].joinpath("docs", "operations", "security.md").read_text()
+    [words] = re.findall(r"^ACL SETUSER locks on >secret (.+)$", page, re.MULTILINE)
+    [named] = re.findall(r"^- `(.+)` (?:is|are) for \[the commands\]", page, re.MULTILINE)
+    others = [word for word in words.split() if word not in named.split()]
+    with EmbeddedNode() as node:
+        node.client().execute_command("ACL", "SETUSER", "locks", "on", ">secret", *others)
+        url = f"redis://locks:secret@127.0.0.1:{node.port}/0"
+        with Redlock([url], restart_guard="off", node_timeout=7.0) as redlock:
+            for lock in (
+                redlock.lock("plain"),
+                redlock.lock("fenced", fencing=True),
+                redlock.lock("limited", limit=2),
+                redlock.lock("rated", rate="9/h"),
+            ):
+                with lock:
+                    lock.extend()
+        assert node.client().execute_command("ACL", "LOG") == []
+
+
 @pytest.mark.parametrize("right", ["+zrem", "+zrank"])
 def test_a_right_of_a_hand_off_costs_no_vote(right: str, caplog: pytest.LogCaptureFixture) -> None:
     page = Path(__file__).parents[2].joinpath("docs", "operations", "security.md").read_text()

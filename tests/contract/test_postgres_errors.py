@@ -282,6 +282,16 @@ class TestAServer:
             others.close()
             see_lock(url)
 
+    def test_no_connection_is_left_to_a_role_or_a_database(self, node: PostgresNode) -> None:
+        node.query("CREATE ROLE one LOGIN CONNECTION LIMIT 1")
+        url = node.url.replace("postgres@", "one@")
+        hint = "raise its CONNECTION LIMIT, or put pgbouncer between"
+        with closing(psycopg.connect(url)):
+            see(url, 'too many connections for role "one"', hint)
+        node.query("CREATE DATABASE small CONNECTION LIMIT 0")
+        url = f"{url.rpartition('/')[0]}/small"
+        see(url, 'too many connections for database "small"', hint)
+
     @pytest.mark.parametrize(
         ("query", "words"),
         [

@@ -137,6 +137,12 @@ def test_any_migrate_makes_the_rights_and_nothing_else(database: Path) -> None:
     output("check", fail_level="WARNING")
 
 
+def test_no_migration_is_written_into_the_package(database: Path) -> None:
+    with pytest.raises(ValueError, match="can't create migrations for app 'celery_redlock'"):
+        output("makemigrations", "celery_redlock")
+    assert not (ROOT / "celery_redlock" / "django" / "migrations").exists()
+
+
 @pytest.mark.parametrize("words", [("dumpdata",), ("dumpdata", "--all"), ("sqlflush",)])
 def test_what_reads_all_models_needs_no_table(database: Path, words: tuple[str, ...]) -> None:
     assert "celery_redlock.locks" not in output(*words)

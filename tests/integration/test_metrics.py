@@ -115,7 +115,9 @@ def test_the_metrics_of_a_run_are_its_own_counts(counting: Standing, key: str) -
     assert found["redlock_wait_seconds_count", task_name] == 7.0
     assert found["redlock_wait_seconds_sum", task_name] > 0
     assert ("redlock_held", task_name) not in found
-    assert {found["redlock_node_votes", f"127.0.0.1:{node.port}"] for node in stage.nodes} == {1.0}
+    names = [f"127.0.0.1:{node.port}" for node in stage.nodes]
+    assert {found["redlock_node_votes", name] for name in names} == {1.0}
+    assert {found["redlock_node_evicts", name] for name in names} == {0.0}
 
 
 def test_what_a_rate_refuses_is_counted(stage: Stage, worker: WorkerProcess, key: str) -> None:
@@ -225,6 +227,10 @@ def test_a_node_that_is_away_is_seen_in_the_metrics(
     stage = make_stage(mortal_nodes, redlock_metrics=ANY_PORT)
     worker = stage.worker(concurrency=1)
     assert stage.tasks.work.delay("k").get(timeout=120) == 0
+    evicting = mortal_nodes[1].client()  # set on a server that its clients are connected to
+    evicting.config_set("maxmemory-policy", "allkeys-lru")
+    evicting.config_set("maxmemory", "1gb")
+    assert scrape(worker)["redlock_node_evicts", f"127.0.0.1:{mortal_nodes[1].port}"] == 1.0
     mortal_nodes[0].kill()
     assert stage.tasks.work.delay("k").get(timeout=120) == 0
     away = f"127.0.0.1:{mortal_nodes[0].port}"
@@ -233,6 +239,7 @@ def test_a_node_that_is_away_is_seen_in_the_metrics(
     )
     assert found["redlock_node_votes", away] == 0.0
     assert ("redlock_node_latency_seconds", away) not in found
+    assert ("redlock_node_evicts", away) not in found
 
 
 @pytest.mark.slow

@@ -268,7 +268,7 @@ def test_what_is_redelivered_after_a_lost_connection_waits_and_is_dropped(
         # else the workers of earlier tests would share the queue, and one of them might drop it
         here = see_listening(stage.app, near.name)
         stage.app.control.add_consumer(queue, destination=here, reply=True, timeout=60, limit=1)
-        eventually(lambda: f"[{result.id}] is already running" in near.output())
+        eventually(lambda: f"[{result.id}] waits: another delivery" in near.output())
         assert stage.info(result)["status"] == "PENDING"  # the twin writes no state
         stage.log.with_name(key).touch()
         assert result.get(timeout=120) == "lasted"
@@ -292,7 +292,7 @@ def test_a_twin_whose_time_is_over_is_there_when_the_first_delivery_dies(
         chasm.weather = Weather(refuses=True)
         chasm.cut()
         near = stage.worker("near", concurrency=1, queues=[queue])  # which takes one at a time
-        waits = f"[{result.id}] is already running"
+        waits = f"[{result.id}] waits: another delivery"
         eventually(lambda: waits in near.output())
         eventually(lambda: dt.datetime.now(dt.UTC) > expires)
         before = near.output().count(waits)

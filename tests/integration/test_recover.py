@@ -19,17 +19,19 @@ from click.testing import Result
 from kombu.transport.redis import Channel
 from prometheus_client import CollectorRegistry
 
+from celery_redlock import Redlock
 from celery_redlock.operate.cli import recover as of_recover
 from celery_redlock.operate.cli import views
+from celery_redlock.operate.cli.taken import SETTLED
 from celery_redlock.operate.metrics import Metrics
 from celery_redlock.signals import MessagesRecoveredEvent, messages_recovered
 from celery_redlock.tasks.delivery.republish import MOVES
 from celery_redlock.tasks.recovery.observer import BEAT_INTERVAL, DETECTION_TIME, PROOF
 from celery_redlock.tasks.recovery.survey import Survey, open_survey
 from celery_redlock.tasks.recovery.tags import MAX_MOVES, DeliveryTag, new_lease
-from tests.conftest import Nodes, eventually
+from tests.conftest import PATIENCE, Nodes, eventually, register, settle
 from tests.integration.conftest import MakeStage, Stage, slow_but
-from tests.integration.test_command import command, in_json, run_of, schema_of
+from tests.integration.test_command import command, in_json, run_of, schema_of, seconds_until
 from tests.integration.test_metrics import scrape
 
 __all__ = ["run_of"]  # a fixture
@@ -202,6 +204,57 @@ def test_the_doctor_warns_of_what_nobody_moves_within_seconds(lost: Lost) -> Non
     assert "stranded: celery@web3=1 message: it is dead: back now\n" in told
 
 
+WITHOUT_LEASE = "messages without a worker lease"
+
+
+def test_the_doctor_warns_of_messages_without_a_lease_that_no_worker_has(lost: Lost) -> None:
+    """Of a killed worker they are back after the visibility timeout alone."""
+    (found,) = [one for one in in_json("doctor")["lints"] if one["setting"] == WITHOUT_LEASE]
+    # celery@web2 is alive and does not answer, so they may be its messages
+    assert (found["level"], found["value"]) == ("advice", "1")
+    assert re.match(
+        r"taken up to 10 min \d+ s ago, and no worker that answers has them: if theirs is gone, "
+        r"they are back within (49|50) min \d+ s, or `celery redlock recover --older-than` moves "
+        r"them$",
+        found["hint"],
+    ), found
+
+
+def test_only_a_message_without_a_lease_that_was_taken_long_ago_is_a_warning(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tasks = broker.stage.tasks
+    tag = broker.take(tasks.unlocked_late.delay("k"), ago=30.0)
+    assert WITHOUT_LEASE not in command("doctor").output
+    broker.client.zincrby("unacked_index", -90.0, tag)
+    told = command("doctor")
+    assert f"\nwarning  {WITHOUT_LEASE}=1: taken up to 2 min" in told.output
+    assert told.exit_code == 0
+    # a living worker may keep it for its rate, and does not tell of it
+    monkeypatch.setattr(tasks.unlocked_late, "rate_limit", "1/m")
+    assert WITHOUT_LEASE not in command("doctor").output
+
+
+def test_a_message_that_a_plain_worker_has_is_none_that_nobody_has(
+    make_stage: MakeStage, nodes: Nodes
+) -> None:
+    stage = make_stage(nodes)
+    worker = stage.worker("w1", concurrency=1)
+    stage.see_listening()
+    stage.tasks.unlocked_late.apply_async(("k",), countdown=600)
+    client = stage.broker.client()
+    eventually(lambda: client.hlen("unacked") == 1)
+    (tag,) = client.hkeys("unacked")
+    client.zincrby("unacked_index", -600.0, tag)
+    with open_survey(stage.app) as survey:
+        assert survey is not None
+        assert [one.tag for one in survey.older_than(SETTLED)] == [tag]
+    # a busy worker may not answer in time
+    eventually(lambda: WITHOUT_LEASE not in command("doctor").output)
+    worker.kill()
+    eventually(lambda: WITHOUT_LEASE in command("doctor").output)
+
+
 def test_where_no_worker_is_left_to_move_it_that_is_said(broker: Broker) -> None:
     lease = broker.lease("celery@web1", 100.0)
     result = broker.stage.tasks.late.delay("k")
@@ -309,6 +362,44 @@ def test_recover_moves_what_has_a_dead_worker_lease_alone(broker: Broker, lost: 
     assert broker.ledger.beat(lost.leases["alive"]).is_alive
     told = recover()
     assert (told.exit_code, told.output) == (0, NOBODY)
+
+
+def test_a_deferred_message_that_is_back_in_its_queue_is_said_to_be_there(broker: Broker) -> None:
+    stage, app = broker.stage, broker.stage.app
+    result = stage.tasks.late.delay("k")
+    info = {"resource": "k:k", "next_try": "2026-01-01T00:00:00+00:00"}
+    app.backend.store_result(result.id, info, "DEFERRED")
+    broker.take(result, broker.lease("celery@web1", dead=True))
+    with Redlock([node.url for node in stage.nodes], node_timeout=PATIENCE) as redlock:
+        settle(redlock)
+        register(redlock, "celery@web1:7:aa", "k:k", 30.0)
+        settle(redlock)
+        why = "celery@web1 is dead: its message is back "
+        assert in_json("show", result.id)["task"]["reason"].startswith(why)
+        gone = "celery@web1 is gone: "
+        assert f"{gone}1 of its messages with a worker lease are back " in shown_of("k:k")
+        recover()
+        task = in_json("show", result.id)["task"]
+        why = "no worker has its message: it is in its queue, unless it was lost or purged"
+        assert (task["state"], task["reason"], task["next_try"]) == ("DEFERRED", why, None)
+        assert f"{gone}its messages are back in their queues\n" in shown_of("k:k")
+        assert "visibility" not in shown_of("k:k")
+        plain = stage.tasks.unlocked_late.apply_async(("plain",), queue="other")
+        broker.take(plain, queue="other")  # whose worker nothing names
+        assert f"{gone}its messages with a worker lease are back in their " in shown_of("k:k")
+
+
+def shown_of(resource: str) -> str:
+    return command("show", resource).output
+
+
+def test_a_message_that_a_worker_keeps_is_shown_with_the_time_of_its_run(broker: Broker) -> None:
+    later = broker.stage.tasks.late.apply_async(("k",), countdown=600)
+    broker.take(later, broker.lease("celery@web1"))
+    task = in_json("show", later.id)["task"]
+    assert (task["state"], task["reason"]) == ("PENDING", "celery@web1 has its message")
+    assert 500 < seconds_until(task["next_try"]) < 700
+    assert re.search(r"NEXT TRY +in 9 min \d+ s ", command("show", later.id).output)
 
 
 def test_recover_finds_what_a_killed_worker_has_noted_late(broker: Broker) -> None:

@@ -28,7 +28,7 @@ from tests.integration.deliveries import QUEUE, deliver, heard, run_here, see_dr
 from tests.integration.test_loss import take_away
 
 DROPPED = "another delivery of its message has finished"
-WAITS = "is already running, by another delivery"
+WAITS = "waits: another delivery of its message holds its lock"
 MAY_RUN = "cannot check whether another delivery"
 REVOKE_LEAVES_STATES = pytest.mark.skipif(
     celery.VERSION < (5, 7), reason="there revoke itself writes REVOKED at once"

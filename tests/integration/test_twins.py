@@ -18,7 +18,8 @@ from tests.integration.conftest import MakeStage, Stage
 from tests.integration.deliveries import QUEUE, deliver, heard, messages_of, see_drained
 from tests.integration.test_loss import start_clocked
 
-WAITS, MAY_RUN = "is already running, by another delivery", "cannot check whether another delivery"
+WAITS = "waits: another delivery of its message holds its lock (if that worker is dead, "
+MAY_RUN = "cannot check whether another delivery"
 DROPPED = "another delivery of its message has finished"
 # task-retried: monitors leave DEFERRED, which the worker that was killed may have sent
 HARMLESS = {"task-sent", "task-received", "task-retried", "task-started", "task-succeeded"}

@@ -387,6 +387,21 @@ class TestLockingOff:
                 assert again.held
             assert not redlock.session.is_used
 
+    def test_a_fencing_token_is_greater_than_that_of_an_earlier_lock_on_nodes(
+        self, app: Celery
+    ) -> None:
+        """A row of a test's database keeps it, over processes as well."""
+        with Redlock(app.conf.redlock_nodes, node_timeout=PATIENT) as redlock:
+            with redlock.lock("fenced", fencing=True) as locked:
+                tokens = [locked.fencing_token]
+            with locking_off():
+                for _ in range(2):
+                    with redlock.lock("fenced", fencing=True) as unlocked:
+                        tokens.append(unlocked.fencing_token)
+            with redlock.lock("fenced", fencing=True) as locked:
+                tokens.append(locked.fencing_token)
+        assert tokens == sorted(set(tokens))
+
     @pytest.mark.parametrize("by_name", [False, True], ids=["by the task", "by name"])
     def test_a_unique_send_is_published_without_any_node(self, by_name: bool) -> None:
         """A send that were still deduplicated would raise: no node can be reached."""

@@ -57,6 +57,18 @@ def test_the_examples_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.pages
+def test_the_fixtures_of_celery_are_there_and_lock_on_the_fake_nodes(tmp_path: Path) -> None:
+    configures = next(code for code in examples() if "def celery_config" in code)
+    test = (
+        "# test_app.py\ndef test_it(celery_app, redlock_nodes):\n"
+        "    urls = [node.url for node in redlock_nodes]\n"
+        "    assert celery_app.conf.redlock_nodes == urls"
+    )
+    write_files([configures, test], tmp_path)
+    assert run_pytest(tmp_path, "-p", "no:celery", "-p", "no:docker_tools").startswith("1 passed")
+
+
+@pytest.mark.pages
 def test_the_result_on_the_page_is_that_of_the_examples_before_it(tmp_path: Path) -> None:
     console = next(block for block in blocks(PAGE, "console") if "pytest -q" in block.code)
     codes = [block.code for block in blocks(PAGE, "python") if block.line < console.line]

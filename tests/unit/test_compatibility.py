@@ -204,6 +204,22 @@ def test_a_worker_looks_for_more_than_an_import() -> None:
     assert re.match(said, done.stdout), done.stderr
 
 
+def test_the_doctor_looks_for_what_a_worker_looks_for() -> None:
+    """So an operator sees it in an environment with a new Celery, before a worker starts there."""
+    doctor = (
+        "from celery_redlock.operate.cli.doctor import Examination\ntry:\n    Examination.of(app)"
+    )
+    assert OTHER_IN_WORKERS.count('try:\n    app.Worker(pool="solo")') == 1
+    done = run(OTHER_IN_WORKERS.replace('try:\n    app.Worker(pool="solo")', doctor))
+    assert "celery.worker.request.Request._announce_revoked=" in done.stdout, done.stderr
+
+
+def test_the_comparison_says_how_many_private_names_there_are() -> None:
+    page = (PACKAGE.parent / "docs" / "explanation" / "comparison.md").read_text(encoding="utf-8")
+    (told,) = re.findall(r"(\d+) private names.*?one of (\d+).*?other (\d+)", page, re.DOTALL)
+    assert [int(count) for count in told] == [len(EVERY), len(NEEDED), len(LESSER)]
+
+
 NO_PACKAGE = """
 import contextlib, sys
 from celery import Celery

@@ -15,6 +15,7 @@ from tests.release_check import (
     Figure,
     age_of,
     figures_of,
+    figures_of_costs,
     problems_of_changelog,
     problems_of_figures,
     problems_of_pages,
@@ -104,12 +105,22 @@ def test_the_root_of_the_sbom_has_its_version() -> None:
     assert "\ndynamic = " not in with_version(text, "1.2.3")
 
 
+def test_a_figure_that_is_too_old_says_what_writes_it_again() -> None:
+    stored = '{"tens --late": {"commit": "c31843b8"}}'
+    (late,) = figures_of_costs(stored)
+    page, readme = problems_of_figures({late: OLDEST_FIGURE + 1, PAIR: OLDEST_FIGURE + 1})
+    assert page.endswith("run `python -m benchmarks.tens --late --page`")
+    assert readme.endswith("write its figures and commit into benchmarks/README.md")
+
+
 @pytest.mark.filterwarnings("always::UserWarning")
 def test_every_benchmark_has_the_commit_of_its_figures() -> None:
-    figures = figures_of((ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8"))
+    benchmarks = ROOT / "benchmarks"
+    figures = figures_of((benchmarks / "README.md").read_text(encoding="utf-8"))
+    figures += figures_of_costs((benchmarks / "costs.json").read_text(encoding="utf-8"))
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     by_hand = {"instructions"}  # it compares two trees
-    assert {one.benchmark for one in figures} == {
+    assert {one.benchmark.partition(" ")[0] for one in figures} == {
         *re.findall(r"-m benchmarks\.(\w+)", makefile),
         *by_hand,
     }

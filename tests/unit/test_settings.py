@@ -297,7 +297,17 @@ REFUSED: dict[str, list[Wrong]] = {
     "a setting": [
         *of_app(
             "redlock_nodes", ([], "one node at least"), ("redis://a", "a list of URLs"),
-            (["http://a"], "starts with one of redis://"), ([7], "redis-py clients|redis.Redis"),
+            (["http://a"], "starts with one of redis://"),
+            *(([f"{written}u:se-kret@h/db"], f"'{shown}h/db': .* as postgresql://user:password@")
+              for written, shown in (
+                ("postgresql+psycopg2://", r"postgresql\+psycopg2://"),
+                ("postgresql+psycopg2//", r"postgresql\+psycopg2//"),
+                ("postgres+sqlalchemy://", r"postgres\+sqlalchemy://"),
+                ("db+postgresql://", r"db\+postgresql://"),
+                ("postgresql:/", "postgresql:/"),
+            )),
+            (["redis:/u:se-kret@h"], "'redis:/h': .* starts with one of redis://"),
+            ([7], "redis-py clients|redis.Redis"),
             (["redis://localhost", "redis://127.0.0.1:6379/3"], "one vote"),
             (["redis://a:port"], "not a URL of a node"),
             (["redis://a?sslx=1"], "a query has options of redis-py"),

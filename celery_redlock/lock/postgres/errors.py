@@ -30,6 +30,8 @@ _TEMPORARY = {
     "NOTREPLICATED": "",
     "the database system is (?:starting up|shutting down|not yet accepting|in recovery)": "",
     "server closed the connection|terminating connection|server conn crashed|pooler error": "",
+    'too many connections for (?:role|database) ".{0,63}"':
+        "raise its CONNECTION LIMIT, or put pgbouncer between",
     "CONNECTIONS|too many (?:clients|connections)|connection slots are reserved":
         "raise its max_connections, or put pgbouncer between",
     "OTHERSERVER": "",

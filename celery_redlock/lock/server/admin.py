@@ -15,6 +15,7 @@ from celery_redlock.lock.model.keys import (
     guard_keys,
     lock_key,
     pattern_of,
+    resource_of,
     tenure_key,
     votes_channel,
 )
@@ -80,8 +81,8 @@ def trust_nodes(
 ) -> tuple[dict[str, str], dict[str, str]]:
     """Let nodes that do not know this prefix vote from now on, and wake who waits for that.
 
-    names: of the nodes to trust. Returns by node the name of one lock on the node ("" for none),
-    and the causes by failed node.
+    names: of the nodes to trust. Returns by node the resource of one lock on the node ("" for
+    none), and the causes by failed node.
     """
 
     def trust(connection: Any) -> str:
@@ -92,7 +93,8 @@ def trust_nodes(
         tenure_keys = set(names_on(connection, f"{tenure_key(prefix)}:"))
         keys = *map(encoded, (*guard_keys(prefix), tenure_key(prefix))), *tenure_keys
         reply_of(connection, "EVAL", TRUST.source, str(len(keys)), *keys, info["run_id"])
-        return next(map(text_of, names_on(connection, lock_key(prefix, ""))), "")
+        key = next(map(text_of, names_on(connection, lock_key(prefix, ""))), "")
+        return key and resource_of(prefix, key)[0]
 
     lock_names, failures = ask_each(nodes, trust, names)
     _mend_counters(nodes, names, prefix)

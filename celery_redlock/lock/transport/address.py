@@ -39,6 +39,7 @@ from celery_redlock.lock.transport.connection import (
 from celery_redlock.lock.transport.credentials import (
     PROVIDER,
     ProviderError,
+    form_of,
     login_error,
     make_provider,
     redact_url,
@@ -306,7 +307,7 @@ def parse_address(node: Any, level: str, name: str) -> Address:
         return _postgres_address(node, level, name)
     if separator and scheme in URL_SCHEMES:
         return _redis_address(node, level, name)
-    hint = f"a node's URL starts with one of {schemes}"
+    hint = f"a node's URL starts with one of {schemes}{form_of(node)}"
     raise SettingsError(level, name, repr(redact_url(node)), hint)
 
 

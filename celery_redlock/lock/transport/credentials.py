@@ -17,6 +17,13 @@ PROVIDER = "credential_provider"  # the option of redis-py, and its name in a qu
 _HOST = r"(?:\[[\da-fA-F:.]+\]|[\w.-]+)(?::\d{1,5})?(?=[,/]|$)"
 _PLACE = re.compile(rf"(?:{_HOST}(?:,{_HOST})*)?(?:/[\w./-]*$)?")
 
+# The scheme of a URL of a node, also as SQLAlchemy and Celery's result backend write it, and with a
+# mistake in what follows it.
+_BEGINNING = re.compile(
+    r"((?:db\+|sqla\+)?(?:rediss?|valkeys?|unix|sentinel|postgres(?:ql)?)(?:\+[a-z]\w*)?)"
+    r"(://|:/|//)"
+)
+
 # The start of a server's reply to AUTH. Any other words may repeat the password.
 _REPLY_TO_AUTH = re.compile(
     "(?:(?:WRONGPASS|NOAUTH|NOPERM|LOADING) )?(?:"
@@ -61,7 +68,10 @@ def make_provider(options: dict[str, Any]) -> None:
 def redact_url(url: str) -> str:
     """Return scheme, hosts, ports and path of a URL, for logs; "..." for what may be a secret."""
     scheme, separator, location = url.partition("://")
-    if not separator or not scheme.isidentifier():
+    if beginning := _BEGINNING.match(url):
+        scheme, separator = beginning.groups()
+        location = url[beginning.end() :]
+    elif not separator or not scheme.isidentifier():
         scheme = ""
         separator = ""
         location = url
@@ -70,6 +80,18 @@ def redact_url(url: str) -> str:
     safe_match = _PLACE.match(place)
     safe_place = safe_match[0] if safe_match else ""
     return f"{scheme}{separator}{safe_place}{'' if safe_place == place else '...'}"
+
+
+def form_of(url: str) -> str:
+    """Return how a PostgreSQL is named, if a URL means one; else "".
+
+    url: of an unknown scheme, such as that of SQLAlchemy or of Celery's result backend.
+    """
+    beginning = _BEGINNING.match(url)
+    if beginning is None or "postgres" not in beginning[1]:
+        return ""
+    form = "postgresql://user:password@host:5432/database"
+    return f", a PostgreSQL as {form}, without the name of a driver"
 
 
 def login_error(error: redis.RedisError) -> str:

@@ -4,7 +4,7 @@ Read `commands.py` first.
 
 - `commands.py`: `status`, `locks`, `break_`, `options`: each of the commands that read, change
   something or show settings; also `waiters`, `claims`, `trust`, `setup`.
-- `doctor.py`: `doctor`, `Examination`: checks nodes, rights and settings.
+- `doctor.py`: `doctor`, `Examination`: checks nodes, rights and settings, and lists neighbours.
 - `drill.py`: `drill`: runs workers of its own on the app's nodes and broker, with faults.
 - `group.py`: `RedlockGroup`, `Table`, `app_from`, `within_deadline`: what the commands share: the
   app, deadlines of a question to the broker, printing as text or JSON (`as_data`).
@@ -15,6 +15,8 @@ Read `commands.py` first.
 - `show.py`: `show`, `TaskView`: the state of one resource, or of one task by its id.
 - `stranded.py`: `StrandedView`, `RecoveryTime`: the messages of workers that are gone, and when
   they are back in their queues.
+- `taken.py`: `lint_of_taken`, `ids_by_worker`: the messages without a worker lease, and which
+  worker has them.
 - `top.py`: `top`, `Snapshot`: the live screen of nodes, locks and waiting tasks.
 - `hold.py`: `hold`, `ResourceHold`: an operator holds a resource: its tasks wait, and it is drained
   once no run is left.

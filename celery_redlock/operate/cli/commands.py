@@ -59,13 +59,14 @@ from celery_redlock.tasks.startup import locked_tasks
 def status(ctx: click.Context, as_json: bool) -> None:
     """Show the lock nodes, and whether each of them votes.
 
-    The exit status is 1 without a quorum.
+    The exit status is 1 without a quorum, or if a node evicts keys.
     """
     nodes = redlock_of(app_from(ctx)).status()
     line = quorum_line(nodes)
     line = line if nodes.has_quorum else anchors.see(line, anchors.NO_QUORUM)
-    print_result(as_json, as_data(nodes), views.node_table(nodes), line)
-    if not nodes.has_quorum:
+    evicting = views.eviction_lines(nodes)
+    print_result(as_json, as_data(nodes), views.node_table(nodes), line, *evicting)
+    if evicting or not nodes.has_quorum:
         ctx.exit(1)
 
 
@@ -242,10 +243,13 @@ def trust(
         )
         click.confirm(escaped(text), abort=True, err=as_json)
     trusted, failing = trust_nodes(client.session.nodes, chosen_names, client.prefix)
-    lines = [
-        f"{node} grants locks from now on{name and f'; it has the key {name}'}"
-        for node, name in trusted.items()
-    ]
+    lines = []
+    for node, resource in trusted.items():
+        lock_text = resource and (
+            f"; it holds the lock {resource!r}: if its owner still runs, a node that has lost this "
+            "lock may now grant it to another one"
+        )
+        lines.append(f"{node} grants locks from now on{lock_text}")
     lines += [f"{node} was not changed: {cause}" for node, cause in failing.items()]
     print_result(as_json, {"trusted": dict(trusted), "failing": dict(failing)}, *lines)
     if failing:

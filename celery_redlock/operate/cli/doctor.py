@@ -1,4 +1,7 @@
-"""The command `doctor`: checks nodes, rights and settings, and says what to do."""
+"""The command `doctor`: checks nodes, rights and settings, and says what to do.
+
+With `--neighbours` it lists what of the installed distributions was run beside the package.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from typing import Any
 
 import click
 
-from celery_redlock import anchors
+from celery_redlock import anchors, compatibility
 from celery_redlock.lock.client import Redlock
 from celery_redlock.lock.engine.events import EVICTS_LOCKS, LEAVES_WITH_SLOT
 from celery_redlock.lock.node_status import (
@@ -19,12 +22,27 @@ from celery_redlock.lock.node_status import (
 from celery_redlock.lock.reports import NodeList
 from celery_redlock.lock.server.admin import STEP_TIMEOUT
 from celery_redlock.operate.cli import views
-from celery_redlock.operate.cli.group import app_from, as_data, as_json, print_result, redlock
-from celery_redlock.operate.cli.stranded import RecoveryTime
+from celery_redlock.operate.cli.group import (
+    Table,
+    app_from,
+    as_data,
+    as_json,
+    print_result,
+    redlock,
+)
+from celery_redlock.operate.cli.stranded import RecoveryTime, StrandedView
+from celery_redlock.operate.cli.taken import lint_of_taken
 from celery_redlock.operate.cli.views import ask_workers, quorum_line
 from celery_redlock.operate.control import prefix_settings_of, redlock_settings
 from celery_redlock.operate.lints import ADVICE, ERROR, WARNING, Lint, lint
 from celery_redlock.operate.start_report import open_decisions
+from celery_redlock.operate.works_with import (
+    InstalledNeighbour,
+    installed_distributions,
+    named,
+    neighbours_among,
+    read_works_with,
+)
 from celery_redlock.tasks.per_app import redlock_of, settings_of
 
 DIFFERENCE_WARNING = anchors.see(
@@ -43,11 +61,15 @@ class Examination:
 
     @classmethod
     def of(cls, app: Any, *, asks_workers: bool = True) -> Examination:
-        """Ask nodes and broker. asks_workers: running workers, too, by a broadcast."""
+        """Ask nodes and broker. asks_workers: running workers, too, by a broadcast.
+
+        Raises SettingsError if no worker or no beat could start with this Celery.
+        """
+        compatibility.check((*compatibility.IN_WORKERS, *compatibility.IN_BEAT))
         made = redlock_of(app)
         nodes = made.status()
         recovery = RecoveryTime.of(app)
-        of_workers = _lints_of_workers(app) if asks_workers else ()
+        of_workers = _lints_of_workers(app, recovery.stranded) if asks_workers else ()
         lints = (*_lints_of_nodes(made, nodes), *of_workers, *lint(app), *open_decisions(app))
         return cls(settings_of(app).nodes_from, nodes, recovery, (*lints, *recovery.lints))
 
@@ -85,17 +107,31 @@ class Examination:
 
 
 @redlock.command()
+@click.option(
+    "--neighbours",
+    is_flag=True,
+    help="List what was run beside the package and is installed here; ask no node.",
+)
 @as_json
 @click.pass_context
-def doctor(ctx: click.Context, as_json: bool) -> None:
+def doctor(ctx: click.Context, neighbours: bool, as_json: bool) -> None:
     """Check the settings and the nodes.
 
     The exit status is 1 for an error, or without a quorum.
     """
+    if neighbours:
+        listed = neighbours_among(installed_distributions(), read_works_with())
+        print_result(as_json, {"neighbours": as_data(listed)}, _neighbour_table(listed))
+        return
     found = Examination.of(app_from(ctx))
     print_result(as_json, found.data(), *found.lines())
     if found.is_wrong:
         ctx.exit(1)
+
+
+def _neighbour_table(neighbours: Sequence[InstalledNeighbour]) -> Table:
+    rows = [(named(one.installed), one.title, one.verdict_here, one.advice) for one in neighbours]
+    return Table(("INSTALLED", "NEIGHBOUR", "VERDICT", "WHAT TO KNOW"), rows, "")
 
 
 def _lints_of_nodes(redlock: Redlock, status: NodeList) -> Iterator[Lint]:
@@ -124,12 +160,14 @@ def _lints_of_nodes(redlock: Redlock, status: NodeList) -> Iterator[Lint]:
         yield Lint(WARNING, node_name, " ".join(rights), hint)
 
 
-def _lints_of_workers(app: Any) -> Iterator[Lint]:
-    """Yield the running workers with other shared settings, or other names of nodes."""
+def _lints_of_workers(app: Any, stranded: StrandedView) -> Iterator[Lint]:
+    """Yield the workers with other settings or names of nodes, and messages that none has."""
     own_settings = prefix_settings_of(app)
     by_worker, cause = ask_workers(app, redlock_settings.__name__)
     if cause:
         yield Lint(WARNING, "workers: settings", "unknown", f"no worker can be asked: {cause}")
+    elif (found := lint_of_taken(app, stranded)) is not None:
+        yield found
     for worker, worker_settings in by_worker.items():
         # no worker of another prefix, and none without this package
         if worker_settings.get("prefix") != own_settings["prefix"]:

@@ -29,7 +29,7 @@ from celery_redlock.operate.cli.group import (
     redlock,
 )
 from celery_redlock.operate.cli.stranded import MOVE_HINT, MOVED_TOO_OFTEN
-from celery_redlock.operate.cli.views import ask_workers
+from celery_redlock.operate.cli.taken import ids_by_worker
 from celery_redlock.tasks.recovery.ledger import MoveResult
 from celery_redlock.tasks.recovery.survey import (
     DEAD,
@@ -42,8 +42,6 @@ from celery_redlock.tasks.recovery.survey import (
 from celery_redlock.tasks.recovery.tags import moved
 
 MAX_AGE = 10 * 366 * 86_400.0  # s
-# remote control commands that list the messages of a worker
-TASK_QUERIES = ("active", "reserved", "scheduled", "redlock_waiting")
 NO_LEASES = "this broker has no worker leases: only kombu's own transport for Redis has them"
 UNKNOWN_TASK = "of tasks that this app does not know"
 UNKNOWN_QUEUE = "of no queue, or of several, that this app knows"
@@ -131,18 +129,17 @@ class Older:
     def refuse_if_alive(self, app: Any) -> None:
         """End the command if a worker that answers has one of the messages."""
         ids = {message.task_id: message.task for message in self.messages}
-        for command in TASK_QUERIES if ids else ():
-            by_worker, cause = ask_workers(app, command)
-            if cause:
-                raise command_error(f"no worker can be asked what it runs: {cause}")
-            for worker, rows in by_worker.items():
-                counts = Counter(ids[task_id] for task_id in _ids_in(rows) if task_id in ids)
-                if counts:
-                    names = ", ".join(f"{count} of {task}" for task, count in counts.items())
-                    raise command_error(
-                        f"{worker} lives and has some of these messages ({names}), so none is "
-                        "moved: end it first, or give a longer time"
-                    )
+        by_worker, cause = ids_by_worker(app) if ids else ({}, "")
+        if cause:
+            raise command_error(f"no worker can be asked what it runs: {cause}")
+        for worker, worker_ids in by_worker.items():
+            counts = Counter(ids[task_id] for task_id in worker_ids & ids.keys())
+            if counts:
+                names = ", ".join(f"{count} of {task}" for task, count in counts.items())
+                raise command_error(
+                    f"{worker} lives and has some of these messages ({names}), so none is "
+                    "moved: end it first, or give a longer time"
+                )
 
     def move(self, survey: Survey) -> Recovered:
         """Move the messages, except those that a worker has taken again meanwhile."""
@@ -160,13 +157,6 @@ class Older:
 
 def _by_task(messages: Sequence[Unacknowledged]) -> Counter[str]:
     return Counter(message.task or "?" for message in messages)
-
-
-def _ids_in(rows: Any) -> list[str]:
-    """Return the ids of the tasks in a worker's answer; none if the answer is an error."""
-    tasks = [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
-    scheduled = [row["request"] for row in tasks if isinstance(row.get("request"), dict)]
-    return [str(row.get("id") or row.get("task_id") or "") for row in (*tasks, *scheduled)]
 
 
 def recover_dead(survey: Survey, *, moves: bool, err: bool) -> list[Recovered]:

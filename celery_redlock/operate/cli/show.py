@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -15,10 +15,9 @@ import click
 from celery.states import PENDING, READY_STATES
 
 from celery_redlock import anchors
-from celery_redlock.lock.client import Redlock
 from celery_redlock.lock.node_status import in_iso
 from celery_redlock.lock.platform.clock import SystemClock
-from celery_redlock.lock.reports import LockList, LockReport
+from celery_redlock.lock.reports import ClaimList, ClaimReport, LockList, LockReport
 from celery_redlock.operate.cli import views
 from celery_redlock.operate.cli.group import (
     Table,
@@ -30,12 +29,14 @@ from celery_redlock.operate.cli.group import (
     within_deadline,
 )
 from celery_redlock.operate.cli.listing import Listing, list_command
-from celery_redlock.operate.cli.views import WaitersView
+from celery_redlock.operate.cli.stranded import MessagePlace
+from celery_redlock.operate.cli.views import WaitersView, lock_name
 from celery_redlock.tasks.per_app import redlock_of
 from celery_redlock.tasks.reporting import DEFERRED, DisabledBackend
 
 NO_BACKEND = "Without a result backend the state of a task that has ended is not known."
 PENDING_TASK = "A task with this id may be queued, lost with its worker, or not exist."
+PENDING_NAME = "If it is the id of a task, that task may be queued, lost, or not exist."
 WHOLE_ID_HINT = "Give the whole id of a task that is queued or has ended."
 _ID = re.compile(r"[0-9a-f]{8}[0-9a-f-]*")
 TASK_ID_LENGTH = 36  # characters of Celery's ids
@@ -46,7 +47,7 @@ class TaskView:
     """One task. state: from the result backend if it has one.
 
     resources: that it holds or waits for. holder: of what it waits for. reason: why it
-    waits, or since when a holder has not renewed. next_try: ISO 8601.
+    waits, or since when a holder has not renewed. next_try: in ISO 8601; of a rate its next start.
     """
 
     task_id: str
@@ -60,7 +61,7 @@ class TaskView:
 
     @classmethod
     def find(
-        cls, app: Any, task_id: str, lock_list: LockList, waiters: WaitersView
+        cls, app: Any, task_id: str, lock_list: LockList, waiters: WaitersView, claims: ClaimList
     ) -> TaskView | None:
         """Return what nodes, workers and result backend know of a task; None if that is nothing."""
         state, info = _stored_state(app, task_id)
@@ -71,14 +72,17 @@ class TaskView:
         if row is not None:  # its worker knows more than the backend
             return cls._of_waiting(row, task_id, lock_list)
         stranded = waiters.stranded
-        nowhere = ("", "")
-        name, place = nowhere if state in READY_STATES else stranded.place_of(app, task_id)
+        has_ended = state in READY_STATES
+        place = MessagePlace() if has_ended else stranded.place_of(app, task_id)
         if state == DEFERRED:
-            reason = place or _redelivery_of(stranded.visibility)
-            return cls._of_deferred(info, task_id, name, reason, lock_list)
-        if not (state or place):
+            reason = place.text or stranded.untaken_text(place)
+            return cls._of_deferred(info, task_id, place.task, reason, lock_list)
+        claim = next((one for one in claims.claims if one.task_id == task_id and one.counts), None)
+        if not (state or place.text or claim):
             return None
-        return cls(task_id, name, state or PENDING, reason=place)
+        reason = "; ".join(filter(None, (place.text, _claim_text(claim) if claim else "")))
+        name = place.task or (claim.task if claim else "")
+        return cls(task_id, name, state or PENDING, reason=reason, next_try=_future(place.eta))
 
     @classmethod
     def _of_holder(
@@ -88,8 +92,8 @@ class TaskView:
         resources = tuple(dict.fromkeys(lock.resource for lock in locks))
         late = next(filter(None, map(_late, locks)), "")
         if late:
-            _, place = waiters.stranded.place_of(app, task_id)
-            late = f"{late}; {place}" if place else late
+            place = waiters.stranded.place_of(app, task_id)
+            late = f"{late}; {place.text}" if place.text else late
         is_stale = state in ("", DEFERRED)  # the backend has the state before this run
         shown_state = "STARTED" if is_stale else state
         return cls(task_id, locks[0].holder.task, shown_state, resources, holds=True, reason=late)
@@ -98,6 +102,7 @@ class TaskView:
     def _of_waiting(cls, row: Mapping[str, Any], task_id: str, lock_list: LockList) -> TaskView:
         """Return the view of a task whose message waits in a worker. row: of `WaitersView`."""
         resources = tuple(row["resources"])
+        tries_at = in_iso(SystemClock().wall_us() / 1e6 + row["tries_in"])
         return cls(
             task_id,
             row["task"],
@@ -105,7 +110,7 @@ class TaskView:
             resources,
             holder=_holders_of(resources, lock_list),
             reason=row["reason"],
-            next_try=in_iso(SystemClock().wall_us() / 1e6 + row["tries_in"]),
+            next_try=row["next_start"] or tries_at,
         )
 
     @classmethod
@@ -114,8 +119,7 @@ class TaskView:
     ) -> TaskView:
         """Return the view of a deferred task that no worker reports. info: of its last deferral."""
         resource = str(info.get("resource", ""))
-        next_try = str(info.get("next_try") or "")
-        is_past = next_try < str(in_iso(SystemClock().wall_us() / 1e6))  # its worker has died
+        next_try = str(info.get("next_start") or info.get("next_try") or "")
         return cls(
             task_id,
             name,
@@ -123,7 +127,7 @@ class TaskView:
             (resource,),
             holder=_holders_of([resource], lock_list),
             reason=reason,
-            next_try=None if is_past else next_try,
+            next_try=_future(next_try),  # if it is past, its worker has died
         )
 
     def table(self) -> Table:
@@ -159,35 +163,46 @@ def show(app: Any, name: str) -> Listing:
     locks = lock_list.of([name])
     waiting = waiters.for_resource(name)
     registered = waiting.registered
-    is_resource = bool(locks.locks or locks.rates or waiting.waiting or registered.processes)
+    all_claims = client.claims()
+    claims = replace(
+        all_claims, claims=tuple(one for one in all_claims.claims if name in one.known_as)
+    )
+    is_waited_for = bool(waiting.waiting or registered.processes)
+    is_resource = bool(locks.locks or locks.rates or claims.claims) or is_waited_for
     if not is_resource:
-        if views.may_begin_id(name):  # else no key of a claim is read
-            name = views.whole_id(name, _known_task_ids(client, lock_list, waiters))
+        if views.may_begin_id(name):
+            name = views.whole_id(name, _known_task_ids(all_claims, lock_list, waiters))
             if len(name) < TASK_ID_LENGTH:  # as of a message whose worker is gone
                 start = name.removesuffix("...")
                 name = views.whole_id(name, waiters.stranded.ids_beginning(app, start))
-        task = TaskView.find(app, name, lock_list, waiters)
+        task = TaskView.find(app, name, lock_list, waiters, all_claims)
         if task is not None:
-            return _task_listing(name, task, lock_list, waiters)
+            return _task_listing(name, task, lock_list, waiters, all_claims)
     if is_resource or not lock_list.is_known:
-        parts = _resource_parts(name, lock_list, waiting)
+        parts = _resource_parts(app, name, lock_list, claims, waiting)
     else:
         parts = [*nothing_found(app, name, waiters.is_known)]
-    data = {"resource": name, "task": None, **as_data(locks), "waiters": waiting.data()}
+    data = {
+        "resource": name,
+        "task": None,
+        **as_data(locks),
+        "claims": as_data(claims.claims),
+        "waiters": waiting.data(),
+    }
     return Listing(
         data, [*parts, *waiting.notes()], lock_list, registered.failing, waiters.is_known
     )
 
 
-def _known_task_ids(client: Redlock, lock_list: LockList, waiters: WaitersView) -> list[str]:
+def _known_task_ids(claims: ClaimList, lock_list: LockList, waiters: WaitersView) -> list[str]:
     """Return the ids of the tasks that hold a lock, wait or have a claim."""
     ids = [lock.holder.task_id for lock in lock_list.locks]
     ids += [row["task_id"] for row in waiters.waiting]
-    return ids + [claim.task_id for claim in client.claims().claims]
+    return ids + [claim.task_id for claim in claims.claims]
 
 
 def _task_listing(
-    task_id: str, task: TaskView, lock_list: LockList, waiters: WaitersView
+    task_id: str, task: TaskView, lock_list: LockList, waiters: WaitersView, claims: ClaimList
 ) -> Listing:
     """Return what `show` prints of a task: its row, and the locks and rates of its resources."""
     locks = lock_list.of(task.resources)
@@ -196,19 +211,31 @@ def _task_listing(
         "resource": task_id,
         "task": as_data(task),
         **as_data(locks),
+        "claims": as_data([one for one in claims.claims if one.task_id == task_id]),
         "waiters": waiting.data(),
     }
     return Listing(data, [task.table(), *views.used_tables(locks)], lock_list)
 
 
-def _resource_parts(name: str, lock_list: LockList, waiting: WaitersView) -> list[str | Table]:
-    """Return what `show` prints of a resource: its locks, rates, votes and waiting messages."""
+def _resource_parts(
+    app: Any, name: str, lock_list: LockList, claims: ClaimList, waiting: WaitersView
+) -> list[str | Table]:
+    """Return what `show` prints of a resource: locks, rates, claims, votes, waiting messages."""
     locks = lock_list.of([name])
     parts: list[str | Table] = []
     if not locks.locks:
         is_known = lock_list.is_known
         parts.append(f"No lock is held on {name}." if is_known else views.LOCKS_UNKNOWN)
     parts += views.used_tables(locks)
+    for lock in locks.locks:
+        late = _late(lock)
+        if not late:
+            continue
+        task_id = lock.holder.task_id if len(locks.locks) == 1 else ""  # each is a query
+        place = waiting.stranded.place_of(app, task_id) if task_id else MessagePlace()
+        parts.append("; ".join(filter(None, (f"{lock_name(lock)}: {late}", place.text))))
+    if claims.claims:
+        parts.append(views.claim_table(claims))
     if locks.locks:
         parts.append(views.vote_table(lock_list, locks.locks))
     return [*parts, *waiting.tables(name)]
@@ -219,18 +246,20 @@ def nothing_found(app: Any, name: str, is_known: bool) -> list[str]:
 
     is_known: whether a task that waits would be known.
     """
-    hint = NO_BACKEND if isinstance(app.backend, DisabledBackend) else PENDING_TASK
+    has_backend = not isinstance(app.backend, DisabledBackend)
     if not _ID.fullmatch(name):
-        return [f"No lock is held on {name}.", hint]
+        return [f"No lock is held on {name}.", PENDING_NAME if has_backend else NO_BACKEND]
+    hint = PENDING_TASK if has_backend else NO_BACKEND
     waits = " or waits" if is_known else ""
     text = f"No task with the id {name} holds a lock{waits}."
     return [text, hint if len(name) >= TASK_ID_LENGTH else WHOLE_ID_HINT]
 
 
-def _redelivery_of(visibility: float | None) -> str:
-    """Return when the broker delivers a message again. visibility: its timeout; None for none."""
-    within = "" if visibility is None else f", within its visibility_timeout of {visibility:g} s"
-    return f"no worker that answers has its message: the broker delivers it again{within}"
+def _claim_text(claim: ClaimReport) -> str:
+    """Return what a claim means for later calls, of a task that it belongs to."""
+    duration = format_duration(claim.expires_in)
+    after = "a later call is its duplicate, or replaces it"
+    return f"its call has the claim on {claim.resource}: for {duration} {after}"
 
 
 def _stored_state(app: Any, task_id: str) -> tuple[str, dict[str, Any]]:
@@ -270,6 +299,16 @@ def _late(lock: LockReport) -> str:
     remaining = format_duration(lock.valid_for)
     holder_kind = "worker" if lock.holder.worker else "process"
     return f"not renewed for {age}: its {holder_kind} may be dead; expires in {remaining}"
+
+
+def _future(moment: str) -> str | None:
+    """Return a moment in ISO 8601 and UTC; None if it is past, or no moment."""
+    try:
+        at = datetime.fromisoformat(moment)
+    except ValueError:  # another program wrote the message
+        return None
+    seconds = (at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp()
+    return in_iso(seconds) if seconds > SystemClock().wall_us() / 1e6 else None
 
 
 def _moment(text: str) -> str:

@@ -33,7 +33,21 @@ from celery_redlock.tasks.startup import locked_tasks
 
 T = TypeVar("T")
 MOVED_TOO_OFTEN = "it was moved too often in a row, so its body may be what ends workers"
-MOVE_HINT = "`celery redlock recover --older-than` moves it"
+MOVER = "`celery redlock recover --older-than`"
+MOVE_HINT = f"{MOVER} moves it"
+
+
+@dataclass(frozen=True)
+class MessagePlace:
+    """Where the message of a task is. task: its name. text: for people; "" if that is not known.
+
+    eta: in ISO 8601, "" for none. is_taken: whether a worker has taken it; None: not known.
+    """
+
+    task: str = ""
+    text: str = ""
+    eta: str = ""
+    is_taken: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -42,7 +56,8 @@ class StrandedView:
 
     is_possible: the broker can have worker leases, even if recovery is switched off. visibility:
     seconds of its visibility timeout; None if it has none. cause: why the broker could not be
-    asked; "" if it could. is_on: the app's own workers move messages.
+    asked; "" if it could. is_on: the app's own workers move messages. untagged: how many messages
+    workers have without a worker lease.
     """
 
     is_possible: bool
@@ -50,6 +65,7 @@ class StrandedView:
     visibility: float | None = None
     cause: str = ""
     is_on: bool = True
+    untagged: int = 0
 
     @classmethod
     def ask(cls, app: Any, known_cause: str = "") -> StrandedView:
@@ -59,8 +75,9 @@ class StrandedView:
         visibility = visibility_timeout(app.conf)
         if known_cause or not is_possible:
             return cls(is_possible, (), visibility, known_cause, is_on)
-        leases, cause = ask_broker(app, Survey.leases)
-        return cls(is_possible, leases or (), visibility, cause, is_on)
+        census, cause = ask_broker(app, Survey.census)
+        leases, untagged = census or ([], 0)
+        return cls(is_possible, leases, visibility, cause, is_on, untagged)
 
     @property
     def stranded(self) -> list[LeaseReport]:
@@ -100,12 +117,13 @@ class StrandedView:
 
     def _back(self, report: LeaseReport) -> str:
         if report.state == ORPHANED or (report.back_in is None and not self.is_on):
-            return self._after_visibility()
+            return self.after_visibility()
         if report.back_in is None:
             return "once a worker runs"
         return f"in {format_duration(report.back_in)}" if report.back_in else "now"
 
-    def _after_visibility(self, taken_for: float = 0.0) -> str:
+    def after_visibility(self, taken_for: float = 0.0) -> str:
+        """Return when a message that was taken so long ago is back without a move."""
         remaining = max(0.0, (self.visibility or 0.0) - taken_for)
         return f"within {format_duration(remaining)}" if remaining else "now"
 
@@ -116,7 +134,10 @@ class StrandedView:
             return "the broker delivers the messages that waited in it again, now"
         redelivery = f"within its visibility_timeout of {timeout:g} s"
         reports = [report for report in self.stranded if report.worker == worker]
-        if not self.is_possible or self.cause or not (reports or self.is_on):
+        is_known = self.is_possible and not self.cause
+        if is_known and not reports and not self.untagged:
+            return "its messages are back in their queues"
+        if not is_known or not (reports or self.is_on):
             return f"the broker delivers the messages that waited in it again, {redelivery}"
         if not reports:
             back = "its messages with a worker lease are back in their queues"
@@ -124,15 +145,30 @@ class StrandedView:
             count = sum(report.messages for report in reports)
             times = ", ".join(dict.fromkeys(map(self._back, reports)))
             back = f"{count} of its messages with a worker lease are back {times}"
+            if not self.untagged:
+                return back
         return f"{back}; the broker delivers those without one again, {redelivery}"
 
-    def place_of(self, app: Any, task_id: str) -> tuple[str, str]:
-        """Return the name of a task, and where its unacknowledged message is; "" if nowhere."""
+    def place_of(self, app: Any, task_id: str) -> MessagePlace:
+        """Return where the unacknowledged message of a task is."""
         if not self.is_possible or self.cause:
-            return "", ""
-        messages, _ = ask_broker(app, lambda survey: survey.find(task_id))
-        places = [(message.task, self._place(message)) for message in messages or ()]
-        return places[0] if places else ("", "")
+            return MessagePlace()
+        messages, cause = ask_broker(app, lambda survey: survey.find(task_id))
+        if messages:
+            (first, *_) = messages
+            return MessagePlace(first.task, self._place(first), first.eta, is_taken=True)
+        return MessagePlace(is_taken=None if cause else False)
+
+    def untaken_text(self, place: MessagePlace) -> str:
+        """Return where the message of a deferred task is that no worker is known to have.
+
+        A message that its task acknowledged early is gone if its worker died.
+        """
+        if place.is_taken is False:
+            return "no worker has its message: it is in its queue, unless it was lost or purged"
+        within = self.visibility and f", within its visibility_timeout of {self.visibility:g} s"
+        text = "no worker that answers has its message: the broker delivers it again"
+        return f"{text}{within or ''}"
 
     def ids_beginning(self, app: Any, start: str) -> set[str]:
         """Return the task ids that begin with a text, of unacknowledged messages."""
@@ -157,7 +193,7 @@ class StrandedView:
                 return f"{name} is gone for {silence}: its message is back {self._back(report)}"
             if not is_moved_too_often:
                 return f"{name} is dead: its message is back {self._back(report)}"
-        back = self._after_visibility(message.taken_for)
+        back = self.after_visibility(message.taken_for)
         if is_moved_too_often:
             hint = f", or {MOVE_HINT}" if report is None else ""
             return f"{MOVED_TOO_OFTEN}: it is back {back}{hint}"

@@ -16,6 +16,7 @@ from typing import Any
 
 from celery_redlock import anchors
 from celery_redlock.errors import abstention_cause, counted
+from celery_redlock.lock.engine.events import EVICTS_LOCKS
 from celery_redlock.lock.model.keys import RUN_PREFIX
 from celery_redlock.lock.platform.clock import SystemClock
 from celery_redlock.lock.reports import (
@@ -76,6 +77,17 @@ def vote_of(node: NodeStatus, nodes: NodeList) -> str:
 
 def quorum_line(nodes: NodeList) -> str:
     return f"{nodes.voting} of {len(nodes.nodes)} nodes vote, {nodes.needed} needed"
+
+
+def eviction_lines(nodes: NodeList) -> list[str]:
+    """Return a line for each node that may delete held locks, as a worker logs it."""
+    return [
+        anchors.see(
+            f"{node.node} has maxmemory-policy {node.policy}: {EVICTS_LOCKS}", anchors.NODE_EVICTS
+        )
+        for node in nodes.nodes
+        if node.evicts
+    ]
 
 
 def summary_line(nodes: NodeList, lints: Sequence[Lint]) -> str:

@@ -225,7 +225,11 @@ def wait_for_first_delivery(delivery: Delivery, refusal: Exception) -> NoReturn:
         cause = describe_refusal(refusal) if isinstance(refusal, NotAcquired) else repr(refusal)
         reason = f"was delivered again, and cannot check whether {other_delivery} runs ({cause})"
     elif is_held_by_own_run(delivery, refusal):
-        reason = f"is already running, by {other_delivery}"
+        remaining = refusal.expires_in
+        lease_end = (
+            "" if remaining is None else f" (if that worker is dead, for {remaining:.0f} s more)"
+        )
+        reason = f"waits: {other_delivery} holds its lock{lease_end}"
     else:
         reason = f"has already ended, by {other_delivery}"
     extra = delivery.log_extra("redelivery_waits", countdown=countdown)

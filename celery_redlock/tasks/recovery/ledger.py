@@ -148,11 +148,13 @@ class Ledger:
             for tag, entry in batch.items():
                 yield decoded(tag), decoded(entry)
 
-    def tags(self, after_round_trip: Callable[[], object] = tuple) -> Iterator[str]:
+    def tags(
+        self, after_round_trip: Callable[[], object] = tuple, match: str = f"{PREFIX}*"
+    ) -> Iterator[str]:
         """Yield each delivery tag that names a worker lease, some of them twice; see `entries`."""
         cursor: Any = None
         while cursor != 0:
-            cursor, batch = self.client.zscan(self.index, cursor or 0, f"{PREFIX}*", SCAN_COUNT)
+            cursor, batch = self.client.zscan(self.index, cursor or 0, match, SCAN_COUNT)
             after_round_trip()
             for tag, _ in batch:
                 yield decoded(tag)

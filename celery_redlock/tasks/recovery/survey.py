@@ -65,13 +65,15 @@ class LeaseReport:
 class Unacknowledged:
     """A message that a worker has taken and not acknowledged.
 
-    task: its name, "" if none is known. taken: when, as kombu noted it. taken_for: s. moves: how
-    often it was moved in a row. entry: what kombu noted.
+    task: its name, "" if none is known. eta: of the message, in ISO 8601; "" for none. taken: when,
+    as kombu noted it. taken_for: s. moves: how often it was moved in a row. entry: what kombu
+    noted.
     """
 
     tag: str
     task: str
     task_id: str
+    eta: str
     taken: float
     taken_for: float
     moves: int
@@ -84,11 +86,11 @@ class Unacknowledged:
             raw = json.loads(entry)[0]
             headers = raw.get("headers") or {}
             moves = moves_of(raw["properties"])
-            names = str(headers.get("task") or ""), str(headers.get("id") or "")
+            task, task_id, eta = (str(headers.get(name) or "") for name in ("task", "id", "eta"))
         except (ValueError, LookupError, TypeError, AttributeError):
-            names = ("", "")
+            task = task_id = eta = ""
             moves = 0
-        return cls(tag, *names, taken, max(0.0, now - taken), moves, entry)
+        return cls(tag, task, task_id, eta, taken, max(0.0, now - taken), moves, entry)
 
 
 @dataclass(frozen=True)
@@ -106,12 +108,17 @@ class Survey:
 
     def leases(self) -> list[LeaseReport]:
         """Return the worker leases with their messages; last what is tagged with none of them."""
+        return self.census()[0]
+
+    def census(self) -> tuple[list[LeaseReport], int]:
+        """Return what `leases` does, and how many messages are tagged with no worker lease."""
         leases = self._leases()
-        messages = Counter(filter(None, map(lease_of, set(self.ledger.tags()))))
+        messages = Counter(map(lease_of, set(self.ledger.tags(match="*"))))
+        untagged = messages.pop("", 0)
         reports = [replace(lease, messages=messages.pop(lease.lease, 0)) for lease in leases]
         if orphans := messages.total():
             reports.append(LeaseReport("", "", ORPHANED, None, orphans, None))
-        return reports
+        return reports, untagged
 
     def _leases(self) -> list[LeaseReport]:
         """Return the worker leases without their messages."""

@@ -11,11 +11,7 @@ class Stock(models.Model):
 
 
 class Order(models.Model):
-    """An order for some pieces.
-
-    state: "new", "taken", "shipped", "returning", "returned", "cancelled"
-    or "sold out".
-    """
+    """An order for some pieces."""
 
     sku = models.CharField(max_length=40)
     pieces = models.PositiveIntegerField()

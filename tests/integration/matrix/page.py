@@ -36,7 +36,8 @@ def ends_of(cause: str) -> list[End]:
 def _table(ends: Sequence[End]) -> str:
     """Return a table: a line for each end, and each group of pools that differs."""
     head = ["end", "early ack", "late ack"]
-    return "\n".join(map(_line, [head, ["---"] * len(head), *_rows(ends)]))
+    separator = "|" + "---|" * len(head)
+    return "\n".join([_line(head), separator, *map(_line, _rows(ends))])
 
 
 def _rows(ends: Sequence[End]) -> Iterator[list[str]]:
