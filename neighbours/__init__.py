@@ -7,7 +7,8 @@ first, then `brokers.py`, then `story.py`. Nothing of `tests` is imported here.
 - `row.py`: `Neighbour`, `Seen`, `Row`: what is declared, what a run saw, and what is published.
 - `run.py`: `Run`: runs a program of this folder in the environment of a neighbour.
 - `environment.py`: the environments: exact requirements, and a wheel of this checkout.
-- `servers.py`: servers on loopback, which end with the run.
+- `servers.py`, `postgresql.py`, `proxies.py`: servers on loopback, which end with the run.
+- `packages.py`: servers of other releases, which packages of PyPI, npm and Debian bring.
 - `story_setup.py`: `Setup`: what the story is told: a broker, a backend, settings, an app.
 - `story.py`: the story: 30 tasks on three keys over two workers, one of which is killed.
 - `story_tasks.py`, `story_app.py`: the tasks of the story, and its app.

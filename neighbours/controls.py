@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from neighbours import schedulers
+from contextlib import ExitStack
+
+from neighbours import proxies, schedulers, servers
 from neighbours.agents import NEW_RELIC, new_relic
-from neighbours.row import CONTROLS, DOES_NOT, Neighbour, Seen
+from neighbours.lock_nodes import DRIVER, of_npm
+from neighbours.row import CONTROLS, DOES_NOT, REFUSED, Neighbour, Seen
 from neighbours.run import Run
 
 
@@ -14,6 +17,14 @@ def unlocked(run: Run) -> Seen:
 
 def beats(run: Run) -> Seen:
     return schedulers.beats(run, more={"scheduler": "celery.beat:Scheduler"})
+
+
+def two_servers(run: Run) -> Seen:
+    """Run on one node whose HAProxy leads to two servers in turn."""
+    with ExitStack() as stack:
+        pair = stack.enter_context(servers.lock_nodes(2))
+        port = stack.enter_context(proxies.haproxy(run.folder, *(node.port for node in pair)))
+        return run.story(nodes=(f"redis://127.0.0.1:{port}/0",))
 
 
 NEIGHBOURS = (
@@ -43,5 +54,23 @@ NEIGHBOURS = (
         NEW_RELIC,
         verdict=DOES_NOT,
         faults=frozenset(("a deferral is an error", "a skip is an error")),
+    ),
+    Neighbour(
+        "One node, and a proxy that leads to two servers",
+        CONTROLS,
+        "Each server grants the lock, so bodies of one key overlap.",
+        two_servers,
+        verdict=DOES_NOT,
+        faults=frozenset(("overlaps", "waiting")),
+    ),
+    Neighbour(
+        "PostgreSQL 13",
+        CONTROLS,
+        "It is older than the oldest release that is supported.",
+        of_npm("13.23.0-beta.16"),
+        DRIVER,
+        verdict=REFUSED,
+        error="PostgreSQL 13 is too old",
+        faults=frozenset((REFUSED,)),
     ),
 )

@@ -38,22 +38,23 @@ def distribution_of(requirement: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def environment(requirements: Iterable[str], release: str = "") -> Path:
+def environment(requirements: Iterable[str], version: str = "") -> Path:
     """Return the Python of an environment with these requirements and the package.
 
-    release: of Python, which uv finds or fetches; empty means this process's.
-
-    It is made if there is none with the same requirements. Raises subprocess.CalledProcessError if
-    one cannot be installed; uv's message is on stderr.
+    version: of Python, such as "3.13"; "" means that of this process. It is made if there is none
+    with the same requirements. Raises subprocess.CalledProcessError if one cannot be installed;
+    uv's message is on stderr.
     """
     pinned = {distribution_of(each): each for each in (*REQUIRED, *requirements)}
     chosen = sorted(pinned.values())
-    name = hashlib.sha256("\n".join((release or sys.version, *chosen)).encode()).hexdigest()[:16]
+    words = (version or sys.version, *chosen)
+    name = hashlib.sha256("\n".join(words).encode()).hexdigest()[:16]
     home = cache() / f"environment-{name}"
     python, stamp = home / "bin" / "python", home / "complete"
     if not stamp.exists():
         shutil.rmtree(home, ignore_errors=True)
-        _run(uv(), "venv", "-q", "--python", release or sys.executable, str(home))
+        interpreter = python_of(version) if version else sys.executable
+        _run(uv(), "venv", "-q", "--python", interpreter, str(home))
         _install(python, *chosen)
     wheel = built_wheel()
     digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
@@ -61,6 +62,17 @@ def environment(requirements: Iterable[str], release: str = "") -> Path:
         _install(python, "--reinstall-package", "celery-redlock", str(wheel))
         stamp.write_text(digest)
     return python
+
+
+def python_of(version: str) -> str:
+    """Return the path of a Python of this machine, also of one that only pyenv knows."""
+    in_path = shutil.which(f"python{version}")
+    of_pyenv = Path.home().glob(f".pyenv/versions/{version}.*/bin/python")
+    found: list[str] = [*([in_path] if in_path else ()), *map(str, of_pyenv)]
+    for path in found:
+        if not subprocess.run([path, "-c", ""], capture_output=True).returncode:
+            return path
+    raise LookupError(f"no Python {version} is in PATH")
 
 
 def versions(python: Path) -> dict[str, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import getpass
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import time
@@ -12,6 +13,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from celery_redlock.testing import EmbeddedNode, embedded_nodes
@@ -40,9 +42,10 @@ def redis() -> EmbeddedNode:
 
 
 def version_of(node: EmbeddedNode) -> str:
-    """Return the version of a Redis or Valkey server that runs."""
+    """Return the version of a Redis or Valkey server, or a fork of them, that runs."""
     facts = node.client().info("server")
-    return str(facts.get("valkey_version") or facts["redis_version"])
+    own = (f"{name}_version" for name in ("valkey", "redict", "redis"))
+    return next(str(facts[name]) for name in own if name in facts)
 
 
 @contextmanager
@@ -70,20 +73,22 @@ def rabbitmq_version() -> str:
 def server(
     command: Callable[[int], Sequence[str]], log: Path, *, env: Mapping[str, str] | None = None,
     answers: Callable[[int], bool] | None = None, timeout: float = 60.0,
+    stop: signal.Signals = signal.SIGTERM, **options: Any,
 ) -> Iterator[int]:  # fmt: skip
     """Run a server on a free port, and give the port when it answers.
 
     command: its command line for a port. env: variables beside those of this process. answers:
-    whether it does; None means that it takes a connection. Raises MissingError with its log.
+    whether it does; None means that it takes a connection. stop: the signal that ends it. options:
+    as of `subprocess.Popen`. Raises MissingError with its log.
     """
     with claim_port() as claim:
         port = int(claim.getsockname()[1])
-        process = spawn(command(port), log, env={**os.environ, **(env or {})})
+        process = spawn(command(port), log, env={**os.environ, **(env or {})}, **options)
         try:
             _see_answer(process, port, log, answers or _takes_connections, timeout)
             yield port
         finally:
-            process.terminate()
+            process.send_signal(stop)
             with suppress(subprocess.TimeoutExpired):
                 process.wait(10)
             process.kill()
@@ -124,7 +129,8 @@ def postgresql() -> Iterator[str]:
 
 
 def postgresql_version(url: str) -> str:
-    psql = [program("psql", "postgresql-client"), "-qAt", url, "-c", "SHOW server_version"]
+    """Return the version of a PostgreSQL server that runs, such as "17.6"."""
+    psql = [program("psql", "postgresql-client"), "-XAt", url, "-c", "SHOW server_version"]
     answer = subprocess.run(psql, check=True, capture_output=True, text=True)
     return answer.stdout.split()[0]
 

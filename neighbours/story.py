@@ -118,7 +118,7 @@ class Stage:
         try:
             replies = self.tasks.app.control.revoke(call.id, reply=True, timeout=10, limit=2)
         except Exception as error:  # each broker has its own
-            return f"{type(error).__name__}: {error}"
+            return f"{type(error).__name__}: {error}".splitlines()[0]
         return "" if len(replies or ()) == 2 else f"{len(replies or ())} of 2 workers answer"
 
     def kill_worker_of(self, call: Any) -> None:
@@ -129,9 +129,15 @@ class Stage:
         note(self.notes, "kill", group=group)
 
     def command(self, *words: str) -> None:
-        """Run a command of the app."""
+        """Run a command of the app. Raises RuntimeError with what it says if it fails."""
         celery = [sys.executable, "-m", "celery", "-A", self.setup.app]
-        subprocess.run([*celery, *words], check=True, cwd=self.folder)
+        ended = subprocess.run(
+            [*celery, *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            check=False, cwd=self.folder,
+        )  # fmt: skip
+        print(ended.stdout, end="", flush=True)
+        if ended.returncode:
+            raise RuntimeError(ended.stdout)
 
     def see(self, what: str, check: Callable[[], object]) -> None:
         """Wait until something is so. Raises TimeoutError with the logs if it never is."""
@@ -158,6 +164,8 @@ class Stage:
 def tell(stage: Stage) -> Seen:
     """Run the story to its end, and return what was seen."""
     work, once = stage.tasks.work, stage.tasks.once
+    if stage.setup.before:
+        stage.command(*stage.setup.before)
     stage.start("w1", "w2")
     stage.command("redlock", "trust", "--all", "--yes")  # new lock nodes grant no lock for a minute
     held = work.delay("a", str(stage.gate))

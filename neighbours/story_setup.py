@@ -21,6 +21,7 @@ class Setup:
     `once`, if that is another one.
     pool, concurrency, options: of each worker's command line. wrapper: a command of the environment
     before it, such as ["ddtrace-run"].
+    before: words after `celery -A app`, of a command before the first worker starts.
     after_kill: words after `celery -A app`, if a killed worker's messages come back only by a
     command. patience: seconds without any progress, after which what has not ended
     is lost. more: what a program of a neighbour's own needs.
@@ -36,6 +37,7 @@ class Setup:
     concurrency: int = 2
     options: tuple[str, ...] = ()
     wrapper: tuple[str, ...] = ()
+    before: tuple[str, ...] = ()
     after_kill: tuple[str, ...] = ()
     patience: float = 60.0
     more: Mapping[str, Any] = field(default_factory=dict)

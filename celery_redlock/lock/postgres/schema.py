@@ -6,9 +6,12 @@ from collections.abc import Iterable
 from importlib.resources import files
 from typing import Any
 
+from redis import ResponseError
+
 from celery_redlock.lock.model.keys import guard_keys
 
 VERSION = 4  # of schema.sql
+OLDEST = 14  # release of PostgreSQL that reads the statements of schema.sql
 # they have all functions that this release calls, with a meaning that it knows
 SERVING_VERSIONS = 3, 4
 APPLICATION = "celery_redlock"  # the application_name of clients, unless their URL names another
@@ -83,8 +86,12 @@ def create_schema(
     """Make the schema, or move an earlier one, in one transaction. connection: psycopg's.
 
     prefix, applications: as of `schema_sql`. Returns "there" if nothing was to do, "moved",
-    "trusted" for a new one, or "new" for one whose server begins with a grace period.
+    "trusted" for a new one, or "new" for one whose server begins with a grace period. Raises
+    redis.ResponseError if the server is too old.
     """
+    release = connection.info.server_version // 10_000
+    if release < OLDEST:
+        raise ResponseError(f"PostgreSQL {release} is too old: name a server of {OLDEST} or newer")
     with connection.transaction():
         connection.execute(PATH_SETTING)
         if schema_version(connection) == VERSION:

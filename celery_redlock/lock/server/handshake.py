@@ -110,7 +110,8 @@ def eviction_policy(fields: Mapping[str, str]) -> str:
 
 
 def is_in_cluster(fields: Mapping[str, str]) -> bool:
-    modes = fields.get("redis_mode"), fields.get("server_mode")  # Valkey has both names
+    # Valkey has the first two names, Redict the last one
+    modes = map(fields.get, ("redis_mode", "server_mode", "redict_mode"))
     return "cluster" in modes
 
 
