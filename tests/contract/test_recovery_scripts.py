@@ -15,13 +15,13 @@ from redis import Redis
 from celery_redlock.tasks.delivery.republish import MOVES
 from celery_redlock.tasks.recovery.ledger import CHUNK_BYTES, CLAIM_TIMEOUT, Beat, Ledger
 from celery_redlock.tasks.recovery.observer import QUIET
-from celery_redlock.tasks.recovery.tags import MAX_MOVES, DeliveryTag, new_lease
+from celery_redlock.tasks.recovery.tags import MAX_MOVES, DeliveryTag, lease_start, new_lease
 from celery_redlock.testing import EmbeddedNode
 from tests.conftest import eventually
 from tests.contract.worker_leases import declare_dead, open_ledger
 
 HOUR = 3_600_000  # ms
-OWN, OTHER = (f"redlock-{digit * 32}" for digit in "ab")
+OWN, OTHER = (f"{lease_start('redlock')}{digit * 24}" for digit in "ab")
 LISTS = ("celery", "celery\x06\x163", "other")
 
 
@@ -165,6 +165,18 @@ def test_a_forgotten_lease_with_messages_to_move_is_recalled_and_no_other_one(
     assert ledger.move_all(forgotten).messages == len(LISTS)
     ledger.recall()
     assert client.zrange(ledger.dead, 0, -1) == [OTHER]
+
+
+def test_a_lease_of_workers_with_another_prefix_is_not_recalled(
+    ledger: Ledger, client: Redis
+) -> None:
+    """It may live: its beats are under keys that no worker of this prefix reads."""
+    theirs = new_lease(lease_start("another"))
+    assert DeliveryTag.of(f"{theirs}:0:celery")
+    note(ledger, theirs, "celery")
+    ledger.beat(OWN, joins_as="w1@host")
+    ledger.recall()
+    assert client.exists(ledger.dead) == 0
 
 
 def test_a_lease_that_another_worker_has_recalled_meanwhile_keeps_its_claim(

@@ -28,7 +28,7 @@ from celery_redlock.signals import MessagesRecoveredEvent, messages_recovered
 from celery_redlock.tasks.delivery.republish import MOVES
 from celery_redlock.tasks.recovery.observer import BEAT_INTERVAL, DETECTION_TIME, PROOF
 from celery_redlock.tasks.recovery.survey import Survey, open_survey
-from celery_redlock.tasks.recovery.tags import MAX_MOVES, DeliveryTag, new_lease
+from celery_redlock.tasks.recovery.tags import MAX_MOVES, DeliveryTag, lease_start, new_lease
 from tests.conftest import PATIENCE, Nodes, eventually, register, settle
 from tests.integration.conftest import MakeStage, Stage, slow_but
 from tests.integration.test_command import command, in_json, run_of, schema_of, seconds_until
@@ -188,6 +188,18 @@ def test_what_lies_stranded_is_shown_with_its_worker_and_when_it_is_back(lost: L
         assert re.search(r"\ncelery@web3 +1 +proved +now\n", told)
         assert re.search(r"\n\? +1 +within 1 h 0 min\n", told)
         assert "celery@web2" not in told
+
+
+def test_a_message_of_a_worker_with_another_prefix_is_neither_shown_nor_moved(
+    broker: Broker,
+) -> None:
+    """Two deployments on one broker: the worker lives, and its lease is under its own prefix."""
+    result = broker.stage.tasks.late.delay("k")
+    tag = broker.take(result, new_lease(lease_start("another")), ago=600.0)
+    assert in_json("waiters")["stranded"] == []
+    assert "stranded" not in command("doctor").output
+    assert recover().output == NOBODY
+    assert broker.unacked() == {tag}
 
 
 def test_the_doctor_warns_of_what_nobody_moves_within_seconds(lost: Lost) -> None:

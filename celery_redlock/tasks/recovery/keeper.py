@@ -134,7 +134,7 @@ class Keeper:
         self._timer.wake()
 
     def _join(self, ledger: Ledger) -> _OwnLease:
-        own_lease = _OwnLease(new_lease(), self._clock.now())
+        own_lease = _OwnLease(new_lease(ledger.lease_start), self._clock.now())
         ledger.beat(own_lease.lease, joins_as=self._name)
         self._tries.record_success(JOIN)
         keepers[own_lease.lease] = self

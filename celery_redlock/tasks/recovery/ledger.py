@@ -15,7 +15,7 @@ import redis
 from redis.exceptions import NoPermissionError, ResponseError
 
 from celery_redlock.tasks.recovery.observer import QUIET
-from celery_redlock.tasks.recovery.tags import PREFIX, DeliveryTag, lease_of, moved
+from celery_redlock.tasks.recovery.tags import PREFIX, DeliveryTag, lease_of, lease_start, moved
 
 CLAIM_TIMEOUT = 3.0  # s after which another worker goes on with the messages of a dead one
 CHUNK_BYTES = (
@@ -69,7 +69,8 @@ class Ledger:
     """The worker leases on one broker. Each call is one round trip; it raises redis-py's errors.
 
     client: a client without kombu's prefixes. key_prefix: the broker's `global_keyprefix`. unacked,
-    index: kombu's keys, with that prefix. close: ends the connections of the client.
+    index: kombu's keys, with that prefix. close: ends the connections of the client. lease_start:
+    of the names of its worker leases; others are of workers with another `redlock_prefix`.
     """
 
     client: Any = field(repr=False)
@@ -80,6 +81,7 @@ class Ledger:
     dead: str
     names: str
     close: Callable[[], object] = field(default=tuple, repr=False)
+    lease_start: str = PREFIX
 
     @classmethod
     def of(cls, channel: Any, prefix: str) -> Ledger:
@@ -96,6 +98,7 @@ class Ledger:
             f"{key_start}_leases_dead:{key}",
             f"{key_start}_names:{key}",
             channel.pool.disconnect,
+            lease_start(prefix),
         )
 
     def _eval(self, script: bytes, keys: tuple[str, ...], *args: object) -> Any:
@@ -164,9 +167,11 @@ class Ledger:
 
         No worker lease joins once there are messages under it, so one of them that is neither among
         the living nor the dead has been dead. Those that were moved too often stay where they are.
+        Whether one of workers with another `redlock_prefix` is dead is unknown here.
         """
         tags: dict[str, list[str]] = {}
-        for tag in filter(DeliveryTag.of, self.tags(after_round_trip)):
+        own_tags = self.tags(after_round_trip, f"{self.lease_start}*")
+        for tag in filter(DeliveryTag.of, own_tags):
             tags.setdefault(lease_of(tag), []).append(tag)
         leases_with_messages = [
             lease

@@ -111,12 +111,17 @@ class Survey:
         return self.census()[0]
 
     def census(self) -> tuple[list[LeaseReport], int]:
-        """Return what `leases` does, and how many messages are tagged with no worker lease."""
+        """Return what `leases` does, and how many messages are tagged with no worker lease.
+
+        Workers with another `redlock_prefix` keep their own leases, and move these messages.
+        """
         leases = self._leases()
         messages = Counter(map(lease_of, set(self.ledger.tags(match="*"))))
         untagged = messages.pop("", 0)
         reports = [replace(lease, messages=messages.pop(lease.lease, 0)) for lease in leases]
-        if orphans := messages.total():
+        own_start = self.ledger.lease_start
+        orphans = sum(count for name, count in messages.items() if name.startswith(own_start))
+        if orphans:
             reports.append(LeaseReport("", "", ORPHANED, None, orphans, None))
         return reports, untagged
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Mapping
@@ -12,6 +13,7 @@ from celery_redlock.errors import SettingsError
 from celery_redlock.tasks.declaration import config_of
 from celery_redlock.tasks.delivery.header import HEADER
 from celery_redlock.tasks.delivery.republish import MOVES
+from celery_redlock.tasks.settings.app import DEFAULT_PREFIX
 from celery_redlock.tasks.settings.options import TaskLockOptions
 
 MAX_MOVES = 10  # in a row; after that the body itself may be what kills the workers
@@ -21,6 +23,7 @@ DECIDING_OPTIONS = (
     "on_unreachable",
 )  # options that say whether a run is sure to hold a lock
 PREFIX = "redlock-"  # of the name of each worker lease
+ORIGIN_DIGITS = 8  # of that name, by `redlock_prefix`: workers with another one know not its leases
 _LEASE = re.compile(rf"{PREFIX}[0-9a-f]{{32}}")
 
 
@@ -54,9 +57,15 @@ def lease_of(tag: object) -> str:
     return lease if colon and lease.startswith(PREFIX) else ""
 
 
-def new_lease() -> str:
-    """Return the name of a new worker lease."""
-    return f"{PREFIX}{uuid4().hex}"
+def lease_start(prefix: str) -> str:
+    """Return how the names of the worker leases begin with a `redlock_prefix`."""
+    return f"{PREFIX}{hashlib.sha256(prefix.encode()).hexdigest()[:ORIGIN_DIGITS]}"
+
+
+def new_lease(start: str = "") -> str:
+    """Return the name of a new worker lease. start: as of `lease_start`."""
+    start = start or lease_start(DEFAULT_PREFIX)
+    return f"{start}{uuid4().hex}"[: len(PREFIX) + 32]
 
 
 def always_locks(options: TaskLockOptions) -> bool:
