@@ -178,6 +178,10 @@ class NoRunError(RedlockError, AttributeError):
         )
 
 
+class NoTokenError(RedlockError, AttributeError):
+    """A lock's `fencing_token` was read, and the lock has none. `hasattr` is False then."""
+
+
 class NodeError(RedlockError):
     """One node gave no usable reply.
 

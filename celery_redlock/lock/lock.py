@@ -9,7 +9,13 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from celery_redlock.errors import LockLost, LockTaken, QuorumUnreachable, RedlockError
+from celery_redlock.errors import (
+    LockLost,
+    LockTaken,
+    NoTokenError,
+    QuorumUnreachable,
+    RedlockError,
+)
 from celery_redlock.lock.engine.session import Session
 from celery_redlock.lock.model.acquisition import Hold
 from celery_redlock.lock.model.lease import LockKey
@@ -69,17 +75,17 @@ class Lock:
     def fencing_token(self) -> int:
         """A number greater than every earlier holder's, for storage that rejects smaller numbers.
 
-        Several resources share one token. Raises RedlockError if the lock was acquired without
-        `fencing=True`, or is not acquired.
+        Several resources share one token. Raises RedlockError, also an AttributeError, if the lock
+        was acquired without `fencing=True`, or is not acquired.
         """
         if not self.ownership.options.fencing:
-            raise RedlockError(
+            raise NoTokenError(
                 f"{self.resource!r} has no fencing token: give the task lock_fencing=True, or take "
                 "the lock with fencing=True"
             )
         acquisitions = self.ownership.acquisitions
         if not acquisitions:
-            raise RedlockError(f"{self.resource!r} is not acquired, so it has no fencing token yet")
+            raise NoTokenError(f"{self.resource!r} is not acquired, so it has no fencing token yet")
         return max(acquisition.fencing_token for acquisition in acquisitions)
 
     def ensure(self) -> None:

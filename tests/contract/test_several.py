@@ -374,6 +374,7 @@ class TestFencing:
         lock = redlock.lock("r", wait=60, fencing=True)
         with pytest.raises(RedlockError, match="not acquired"):
             _ = lock.fencing_token
+        assert not hasattr(lock, "fencing_token")
         with lock:
             assert lock.fencing_token > 0
         with redlock.lock("s") as other, pytest.raises(RedlockError, match="fencing=True"):

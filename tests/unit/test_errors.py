@@ -27,6 +27,7 @@ from celery_redlock.errors import (
     RELEASED,
     ArgumentsError,
     NoRunError,
+    NoTokenError,
     abstention_cause,
     summarize_causes,
 )
@@ -44,6 +45,7 @@ ERRORS = [
     LockLost("stock:7", "another token took its key", True),
     NoRunError("shop.take"),
     NoRunError("shop.take", True),
+    NoTokenError("'stock:7' has no fencing token"),
     DuplicateTask("stock:7", "3f2a"),
     DuplicateTask("stock:7", "3f2a", 12.5),
 ]
