@@ -201,6 +201,7 @@ def test_a_whole_code_that_is_a_part_of_another_is_found() -> None:
         ("quorom", f"quorom {UNKNOWN}; did you mean 'no-quorum'?"),
         ("lockt4ken", f"lockt4ken {UNKNOWN}; did you mean 'locktaken'?"),
         ("foo bar", f"foo bar {UNKNOWN}; `celery redlock explain` lists the codes"),
+        ("nonsense words", f"nonsense words {UNKNOWN}; `celery redlock explain` lists the codes"),
         ("could not acquire", "could not acquire matches several: unexpected-errors, "),
         ("evict", None),
         (

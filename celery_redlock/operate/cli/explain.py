@@ -35,6 +35,8 @@ LIST_OF_PASSAGES = "operations/troubleshooting.md"
 LOG_LINES = "reference/log-messages.md"
 MAX_WIDTH = 100  # columns of a paragraph
 MIN_SCORE = 0.25  # of the best passage; a lower one matches by chance
+MIN_SHARED = 2  # words, or pairs, that a passage shares with a text; one alone matches by chance
+COMMON_SHARE = 0.25  # of the passages; a word that more of them have is not counted for that
 SIMILAR_SHARE = 0.9  # of the best score; passages above it match as well
 _Word: TypeAlias = tuple[str, ...]  # a word, or two words that follow each other
 _PASSAGE = re.compile(r"^- \[(.+)\]\((.*)#([\w-]+)\): ((?:.+\n)+?)(?=- |\n)", re.MULTILINE)
@@ -151,11 +153,16 @@ def find_by_words(text: str, passages: dict[str, Passage]) -> list[Passage]:
         return [candidates[text]]
     passages_with = Counter(word for counts in words.values() for word in counts)
     text_words = {*_words(text)}
+    counted_words = {
+        word for word in text_words if passages_with[word] <= COMMON_SHARE * len(words)
+    }
+    needed = MIN_SHARED if len(text_words) > 1 else 0
     scores = {
         code: sum(counts[word] / passages_with[word] for word in text_words & counts.keys())
         for code, counts in words.items()
+        if len(counted_words & counts.keys()) >= needed
     }
-    best = max(scores.values())
+    best = max(scores.values(), default=0.0)
     if best <= MIN_SCORE:
         return []
     return [candidates[code] for code, score in scores.items() if score > SIMILAR_SHARE * best]
