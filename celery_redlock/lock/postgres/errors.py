@@ -51,7 +51,7 @@ _MISCONFIGURED = {
     "permission denied for database":
         "run it as a user with the right to create a schema, or hand `redlock setup --sql` to one",
     "permission denied":
-        "its user needs USAGE of the schema redlock, and all rights on its tables",
+        "its user needs USAGE of the schema redlock; SELECT, INSERT, UPDATE, DELETE on its tables",
     r"invalid connection option|invalid \w+ value|invalid integer value|could not match \d+":
         "correct the query of its URL",
     "server does not support SSL": "name an sslmode in its URL that the server has",
