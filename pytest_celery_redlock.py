@@ -107,13 +107,19 @@ def redlock_settings(
     redlock_nodes: Sequence[Any],
     redlock_prefix: str,
     redlock_node_timeout: float,
-) -> dict[str, Any]:
-    """Give the settings with which a Celery app locks on `redlock_nodes`."""
-    return {
+) -> Iterator[dict[str, Any]]:
+    """Give the settings with which a Celery app locks on `redlock_nodes`.
+
+    Such apps have closed their connections to the nodes before the nodes end.
+    """
+    from celery_redlock.testing.holders import close_beside
+
+    yield {
         "redlock_nodes": [node.url for node in redlock_nodes],
         "redlock_prefix": redlock_prefix,
         "redlock_node_timeout": redlock_node_timeout,
     }
+    close_beside(_redlock)
 
 
 @pytest.fixture

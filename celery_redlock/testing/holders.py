@@ -79,6 +79,17 @@ def default_target(on: Any) -> Iterator[None]:
         _targets.remove(on)
 
 
+def close_beside(redlock: Redlock) -> None:
+    """Close every other `Redlock` of this process on the same nodes: an app keeps its own open.
+
+    Otherwise it would meet nodes that are gone, and say so once the tests have ended.
+    """
+    for session in sessions():
+        is_beside = session is not redlock.session and not session.is_closed
+        if is_beside and session.identity == redlock.session.identity:
+            session.close()
+
+
 @contextlib.contextmanager
 def hold(
     *resources: str, on: Any = None, ttl: float = 30.0, renew: bool = True, limit: int = 1,

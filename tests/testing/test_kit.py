@@ -170,6 +170,25 @@ class TestNodes:
             client.lpush("celery", "message")
 
 
+@pytest.fixture
+def closed_at_the_end() -> Iterator[list[Redlock]]:
+    """Keep what the other fixtures of a test have to close before they end."""
+    clients: list[Redlock] = []
+    yield clients
+    assert [client.session.is_closed for client in clients] == [True]
+
+
+def test_an_app_on_the_nodes_of_the_fixtures_has_left_them_before_they_end(
+    closed_at_the_end: list[Redlock], redlock_settings: dict[str, Any]
+) -> None:
+    """Else its threads say that they are gone, under what pytest says last."""
+    app = Celery(set_as_current=False)
+    app.conf.update(redlock_settings)
+    closed_at_the_end.append(Redlock.of(app))
+    with Redlock.of(app).lock("r") as lock:
+        assert lock.held
+
+
 class TestClock:
     def test_a_clock_that_goes_ahead_jumps(self) -> None:
         assert Sample(10, 1000, freezes=1).jump(11, 1031, 1) == 30
