@@ -258,7 +258,10 @@ class TestAServer:
     ) -> None:
         node.query("CREATE ROLE locks LOGIN")
         url = node.url.replace("postgres@", "locks@")
-        rights = "its user needs USAGE of the schema redlock; SELECT, INSERT, UPDATE, DELETE on its tables"
+        rights = (
+            "its user needs USAGE of the schema redlock; SELECT, INSERT, UPDATE, DELETE on its "
+            "tables"
+        )
         see(url, "permission denied for schema redlock", rights)
         grant_rights(node)
         with Redlock([url], node_timeout=NODE_TIMEOUT) as redlock:
