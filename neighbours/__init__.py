@@ -15,6 +15,7 @@ first, then `brokers.py`, then `story.py`. Nothing of `tests` is imported here.
   A neighbour may have an app of its own.
 - `watched_story.py`, `watched_app.py`: the story beside an agent, and what the agent recorded.
   `agent_reports.py`: how each agent begins and reports. `collector.py`: what it reports to.
+- `crons_story.py`, `crons_app.py`: periodic tasks beside Sentry Crons, and its check-ins.
 - `web_story.py`: requests to a web server, beside a worker. `web_app.py`, `web_mule.py`: what the
   server imports.
 - `bodies.py`: what the bodies note, and what follows from it: overlaps, lost, run twice.

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from functools import partial
 
 from neighbours import proxies, schedulers, servers
-from neighbours.agents import NEW_RELIC, new_relic
+from neighbours.agents import NEW_RELIC, SENTRY, crons, new_relic
 from neighbours.lock_nodes import DRIVER, of_npm
 from neighbours.row import CONTROLS, DOES_NOT, REFUSED, Neighbour, Seen
 from neighbours.run import Run
@@ -54,6 +55,15 @@ NEIGHBOURS = (
         NEW_RELIC,
         verdict=DOES_NOT,
         faults=frozenset(("a deferral is an error", "a skip is an error")),
+    ),
+    Neighbour(
+        "Sentry Crons without its setting",
+        CONTROLS,
+        "Beat opens a check-in of a skipped run, and nothing closes it.",
+        partial(crons, excluded=False),
+        SENTRY,
+        verdict=DOES_NOT,
+        faults=frozenset(("a skip leaves a check-in open",)),
     ),
     Neighbour(
         "One node, and a proxy that leads to two servers",
