@@ -27,11 +27,11 @@ work, once = add_tasks(app)
 
 
 @app.task(name="story.periodic", bind=True, **LOCKED)
-def periodic(task: LockedTask, name: str) -> None:
-    """Be what an entry sends. name: of the entry, and of its monitor."""
-    with sentry_sdk.monitor(monitor_slug=name) if EXCLUDED else nullcontext():
-        body(task.request.id, name)
-        if name == FAILS:
+def periodic(task: LockedTask, key: str) -> None:
+    """Be what an entry sends. key: the name of the entry, and of its monitor."""
+    with sentry_sdk.monitor(monitor_slug=key) if EXCLUDED else nullcontext():
+        body(task.request.id, key)
+        if key == FAILS:
             raise ValueError("of a body")
 
 
