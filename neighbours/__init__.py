@@ -23,5 +23,6 @@ first, then `brokers.py`, then `story.py`. Nothing of `tests` is imported here.
   `web_servers.py`, `lock_nodes.py`: the neighbours, one file for each kind.
 - `page.py`: writes the page that shows the rows.
 - `own_servers.py`: the story on servers that the command line names.
-- `controls.py`, `unlocked_app.py`: runs that have to find a fault, such as tasks without a lock.
+- `controls.py`, `unlocked_app.py`, `refused_start.py`: runs that have to find a fault, such as
+  tasks without a lock.
 """
