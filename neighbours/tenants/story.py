@@ -24,7 +24,7 @@ def of_tenants(stage: Stage) -> Seen:
         call = stage.tasks.once.delay("sku-7")
         sent.setdefault(call.id, name)
     is_unique = len(sent) == len(TENANTS)
-    headers: dict[str, str] = {}
+    headers = {"origin": "story"}  # an empty one would be replaced
     for name in TENANTS:  # by the name of the task, so that no class copies the headers
         connection.set_schema(name)
         sent[stage.tasks.app.send_task("story.work", ["sku-7"], headers=headers).id] = name
