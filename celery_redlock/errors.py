@@ -128,7 +128,10 @@ class SettingsError(RedlockError, ImproperlyConfigured):
         self.hint = hint
 
     def _text(self) -> str:
-        return f"{self.level}: {self.name}={self.value}: {self.hint}"
+        setting = f"{self.name}={self.value}"
+        if self.name.endswith(": ...}"):  # of a call, as lock={'ttl': ...}
+            setting = f"{self.name.removesuffix('...}')}{self.value}}}"
+        return f"{self.level}: {setting}: {self.hint}"
 
 
 class ArgumentsError(SettingsError, TypeError):

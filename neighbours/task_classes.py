@@ -107,8 +107,7 @@ NEIGHBOURS = (
     Neighbour(
         "celery-batches",
         "task_classes",
-        "A run takes several messages, and one lock cannot cover them. With `lock_key=False` it "
-        "runs.",
+        "A run takes several messages, which one lock cannot cover. With `lock_key=False` it runs.",
         partial(of_app, app="neighbours.batches_app"),
         requirements=("celery-batches==0.11", "celery==5.6.3"),
         verdict=REFUSED,

@@ -169,6 +169,21 @@ def test_no_name_commands_the_operators_terminal(
         assert not set("\x1b\x07\u202e") & set(told), words
 
 
+@pytest.mark.usefixtures("stage")
+def test_a_message_behind_another_one_has_no_moment_of_its_next_try(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    id_ = str(uuid.uuid4())
+    waits = {"resources": ["k"], "resource": "k", "rate": "", "reason": "the lock was taken",
+             "task_id": id_, "task": "late", "deferrals": 1,
+             "since": "2026-01-01T00:00:00+00:00", "tries_in": 0.0}  # fmt: skip
+    monkeypatch.setattr("celery.app.control.Control.broadcast", lambda *_, **__: [{"w": [waits]}])
+    assert in_json("show", id_)["task"]["next_try"] is None
+    told = command("show", id_).output
+    assert "WAITS FOR  k\n" in told
+    assert "NEXT TRY" not in told
+
+
 WRONG = """
 from celery import Celery, _state
 from celery_redlock import LockedTask

@@ -202,6 +202,7 @@ def test_the_doctor_warns_of_what_nobody_moves_within_seconds(lost: Lost) -> Non
         told
     )
     assert "stranded: celery@web3=1 message: it is dead: back now\n" in told
+    assert " found. See `celery redlock explain messages-that-stay-unacked`" in told
 
 
 WITHOUT_LEASE = "messages without a worker lease"
@@ -230,6 +231,7 @@ def test_only_a_message_without_a_lease_that_was_taken_long_ago_is_a_warning(
     told = command("doctor")
     assert f"\nwarning  {WITHOUT_LEASE}=1: taken up to 2 min" in told.output
     assert told.exit_code == 0
+    assert "See `celery redlock explain messages-that-stay-unacked`" in told.output
     # a living worker may keep it for its rate, and does not tell of it
     monkeypatch.setattr(tasks.unlocked_late, "rate_limit", "1/m")
     assert WITHOUT_LEASE not in command("doctor").output

@@ -29,9 +29,11 @@ AT_DEBUG = {
     "worker_lease_joined", "worker_lease_left", "worker_lease_unsure", "messages_untold",
 }  # fmt: skip
 BY_FUNCTION = {"lint", "left_open", "nodes_answer"}  # their whole line is "%s"
-OF_OTHERS = (  # words of redis-py, the system and RabbitMQ, and how each SettingsError begins
+# words of redis-py, the system and RabbitMQ, and how each SettingsError and each deferral begins
+OF_OTHERS = (
     r"Error 111 connecting to \S+ Connection refused", r"\[Errno \d+\] [A-Z][a-z ]+",
     r"[\w ':]+: \w+=\S+: \.\.\.", r"[\w.]+\[\S+\] on \S+",
+    r"(?:lock '[\w:-]+' (?:is|has)|waits) (.+)", r"b:6379, c:6379: Connection refused",
 )  # fmt: skip
 MODULES = sorted(PACKAGE.rglob("*.py"))
 pytestmark = ONE_PROCESS
@@ -93,17 +95,33 @@ def texts_of(node: ast.AST | None) -> Iterator[str]:
         yield from texts_of(node.value)
 
 
+def template_of(node: ast.AST) -> re.Pattern[str] | None:
+    """Return what a text with two words or more may be once it is filled in; None: no such text."""
+    if isinstance(node, ast.JoinedStr):
+        parts = [str(one.value) if isinstance(one, ast.Constant) else "" for one in node.values]
+    elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+        parts = [node.value]
+    else:
+        return None
+    has_words = len(_WORD.findall(" ".join(parts))) > 1
+    return re.compile("".join(re.escape(one) or "(.*)" for one in parts)) if has_words else None
+
+
 def templates() -> Iterator[re.Pattern[str]]:
     """Yield what each text of the package with two words or more may be once it is filled in."""
-    for node in (one for path in MODULES for one in nodes_of(path)):
-        if isinstance(node, ast.JoinedStr):
-            parts = [str(one.value) if isinstance(one, ast.Constant) else "" for one in node.values]
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            parts = [node.value]
-        else:
-            continue
-        if len(_WORD.findall(" ".join(parts))) > 1:
-            yield re.compile("".join(re.escape(one) or "(.*)" for one in parts))
+    yield from filter(None, (template_of(node) for path in MODULES for node in nodes_of(path)))
+
+
+def words_of(module: str, function: str) -> list[re.Pattern[str]]:
+    """Return what each text with two words or more in a function may be once it is filled in."""
+    (tree,) = (
+        node
+        for node in nodes_of(PACKAGE / module)
+        if isinstance(node, ast.FunctionDef) and node.name == function
+    )
+    body = [node for part in tree.body if not isinstance(part, ast.Expr) for node in ast.walk(part)]
+    parts = {id(one) for node in body if isinstance(node, ast.JoinedStr) for one in node.values}
+    return [*filter(None, (template_of(node) for node in body if id(node) not in parts))]
 
 
 def are_known(parts: Sequence[str], known: list[re.Pattern[str]]) -> bool:
@@ -138,6 +156,30 @@ def test_the_page_has_each_event_and_each_line_of_the_code() -> None:
         )
     ]
     assert missing == []
+
+
+@pytest.mark.parametrize(
+    ("module", "function"),
+    [
+        ("errors.py", "describe_taken"),
+        ("tasks/execution/deferral.py", "decide"),
+        ("tasks/execution/deferral.py", "describe_refusal"),
+        ("tasks/execution/outcomes.py", "_describe_wait"),
+    ],
+)
+def test_the_page_has_each_way_in_which_a_refusal_is_told(module: str, function: str) -> None:
+    """The lines of a deferral and a skip have one format each, and say different things."""
+    told = [
+        text
+        for row in _ROW.finditer(PAGE)
+        if row["event"] in {"run_deferred", "run_skipped"}
+        for text in re.findall("`([^`]+)`", PAGE[row.start() : PAGE.index("\n", row.start())])
+    ]
+    wanted = words_of(module, function)
+    assert wanted
+    missing = [one.pattern for one in wanted if not any(map(one.search, told))]
+    # no error is neither taken nor without a quorum
+    assert [one for one in missing if one != re.escape("not acquired")] == []
 
 
 def test_what_the_page_leaves_out_is_logged_at_debug() -> None:

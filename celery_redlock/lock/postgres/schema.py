@@ -80,6 +80,13 @@ def other_schema(version: int) -> str:
     return f"{age}SCHEMA version {version}, and this release needs {VERSION}"
 
 
+def _schema_hint(version: int | None) -> str:
+    move = f"`celery -A shop redlock setup` moves it to version {VERSION}"
+    if version in SERVING_VERSIONS:
+        return f"it serves this release, too: {move} beside running clients"
+    return f"version {VERSION} is needed: {move}"
+
+
 def create_schema(
     connection: Any, prefix: str = "redlock", applications: Iterable[str] = (APPLICATION,)
 ) -> str:
@@ -138,7 +145,6 @@ def doubts_of(connection: Any, unheard: str = "") -> list[tuple[str, str, str]]:
          f"it sees no standby's state, and no transaction of others: GRANT pg_monitor TO {user}"),
         (bool(unheard), "messages", unheard,
          "none arrives: name listen_host and listen_port of the server itself, or waiters poll"),
-        (version != VERSION, "schema", str(version),
-         f"version {VERSION} is needed: `celery -A shop redlock setup`"),
+        (version != VERSION, "schema", str(version), _schema_hint(version)),
     ]  # fmt: skip
     return [(setting, value, hint) for is_doubtful, setting, value, hint in found if is_doubtful]

@@ -102,7 +102,8 @@ class TaskView:
     def _of_waiting(cls, row: Mapping[str, Any], task_id: str, lock_list: LockList) -> TaskView:
         """Return the view of a task whose message waits in a worker. row: of `WaitersView`."""
         resources = tuple(row["resources"])
-        tries_at = in_iso(SystemClock().wall_us() / 1e6 + row["tries_in"])
+        tries_in = row["tries_in"]  # 0: behind another message, or just about to try
+        tries_at = in_iso(SystemClock().wall_us() / 1e6 + tries_in) if tries_in else None
         return cls(
             task_id,
             row["task"],

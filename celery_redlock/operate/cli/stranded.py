@@ -38,6 +38,11 @@ MOVE_HINT = f"{MOVER} moves it"
 
 
 @dataclass(frozen=True)
+class MessagesLint(Lint):
+    """A lint of messages that a dead worker may have: no setting is wrong."""
+
+
+@dataclass(frozen=True)
 class MessagePlace:
     """Where the message of a task is. task: its name. text: for people; "" if that is not known.
 
@@ -108,7 +113,7 @@ class StrandedView:
             detail = f"no beat for {_silent_for(report)}" if report.silent_for else "it is dead"
             detail = MOVED_TOO_OFTEN if report.state == ORPHANED else detail
             value = counted(report.messages, "message")
-            yield Lint(
+            yield MessagesLint(
                 level,
                 f"stranded: {report.worker or '?'}",
                 value,

@@ -12,9 +12,9 @@ from dataclasses import replace
 from typing import Any
 
 from celery_redlock.operate.cli.group import format_duration
-from celery_redlock.operate.cli.stranded import MOVER, StrandedView, ask_broker
+from celery_redlock.operate.cli.stranded import MOVER, MessagesLint, StrandedView, ask_broker
 from celery_redlock.operate.cli.views import ask_workers
-from celery_redlock.operate.lints import ADVICE, WARNING, Lint
+from celery_redlock.operate.lints import ADVICE, WARNING
 from celery_redlock.tasks.recovery.survey import ALIVE, Survey, Unacknowledged
 from celery_redlock.tasks.recovery.tags import DeliveryTag
 
@@ -44,7 +44,7 @@ def _ids_in(rows: Any) -> list[str]:
     return [str(row.get("id") or row.get("task_id") or "") for row in (*tasks, *scheduled)]
 
 
-def lint_of_taken(app: Any, view: StrandedView) -> Lint | None:
+def lint_of_taken(app: Any, view: StrandedView) -> MessagesLint | None:
     """Return a lint of the messages without a worker lease that no worker that answers has.
 
     It is only advice if a worker with a lease does not answer: they may be its messages.
@@ -68,7 +68,7 @@ def lint_of_taken(app: Any, view: StrandedView) -> Lint | None:
         f"theirs is gone, they are back {view.after_visibility(min(ages))}, or {MOVER} moves them"
     )
     level = ADVICE if silent else WARNING
-    return Lint(level, "messages without a worker lease", str(len(messages)), hint)
+    return MessagesLint(level, "messages without a worker lease", str(len(messages)), hint)
 
 
 def _taken_without_lease(survey: Survey) -> list[Unacknowledged]:

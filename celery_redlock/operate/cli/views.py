@@ -41,7 +41,7 @@ from celery_redlock.operate.cli.group import (
     format_duration,
     within_deadline,
 )
-from celery_redlock.operate.cli.stranded import StrandedView
+from celery_redlock.operate.cli.stranded import MessagesLint, StrandedView
 from celery_redlock.operate.lints import ADVICE, ERROR, WARNING, Lint
 from celery_redlock.tasks.per_app import redlock_of
 
@@ -101,7 +101,10 @@ def summary_line(nodes: NodeList, lints: Sequence[Lint]) -> str:
     waits = [not node.fails for node in not_voting]  # a grace period
     codes = list(dict.fromkeys(passage_of(node.error) for node in not_voting if node.fails))
     codes += [anchors.NODE_RESTARTED] * (True in waits)
-    codes += [anchors.DOCTOR_REPORTS] * any(finding.level != ADVICE for finding in lints)
+    reported = [finding for finding in lints if finding.level != ADVICE]
+    are_of_messages = [isinstance(finding, MessagesLint) for finding in reported]
+    codes += [anchors.MESSAGES_STAY] * (True in are_of_messages)
+    codes += [anchors.DOCTOR_REPORTS] * (False in are_of_messages)
     return anchors.see(f"{' and '.join(counts)} found", " and ".join(codes))
 
 
