@@ -3,8 +3,9 @@
 A name is private if it begins with an underscore, is in a module that their reference leaves out,
 or is overridden or replaced here. Without one of the names listed here, a task would run without
 its lock, a worker would lose messages, or no lock could be acquired. So a version that lacks one is
-refused with a SettingsError. The package imports this module first; the import checks `ANYWHERE`. A
-worker checks `IN_WORKERS` at its start, and a beat `IN_BEAT`.
+refused with a SettingsError. So is a version older than the package requires. The package imports
+this module first; the import checks `ANYWHERE`. A worker checks `IN_WORKERS` at its start, and a
+beat `IN_BEAT`.
 
 For each other private name the package has a fallback, by `find` or `getattr`;
 tests/celery_names.py lists them.
@@ -35,6 +36,7 @@ TESTED_VERSIONS = {
     "billiard": ("4.3", "4.3"),
     "redis": ("5.0", "8.1"),
 }
+REQUIRED = ("celery", "redis")  # by the wheel; an installer may be told to leave that out
 
 
 @dataclass(frozen=True)
@@ -113,6 +115,19 @@ def find(path: str, default: Any) -> Any:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError):
         return default
+
+
+def check_oldest() -> None:
+    """Raise SettingsError for the first required package that is too old.
+
+    An older one may have all private names, and do something else with them.
+    """
+    for package in REQUIRED:
+        installed = getattr(importlib.import_module(package), "__version__", "")
+        oldest = TESTED_VERSIONS[package][0]
+        if _minor(installed) and _minor(installed) < _minor(oldest):
+            hint = f"must be at least {oldest}: pip install '{package}>={oldest}'"
+            raise SettingsError("environment", package, installed, hint)
 
 
 def check(names: tuple[PrivateName, ...]) -> None:
@@ -210,4 +225,5 @@ def _minor(version: str) -> tuple[int, ...]:
     return tuple(map(int, re.findall(r"\d+", version)[:2]))
 
 
+check_oldest()
 check(ANYWHERE)

@@ -15,6 +15,7 @@ first, then `brokers.py`, then `story.py`. Nothing of `tests` is imported here.
   A neighbour may have an app of its own.
 - `watched_story.py`, `watched_app.py`: the story beside an agent, and what the agent recorded.
   `agent_reports.py`: how each agent begins and reports. `collector.py`: what it reports to.
+- `crons_story.py`, `crons_app.py`: periodic tasks beside Sentry Crons, and its check-ins.
 - `web_story.py`: requests to a web server, beside a worker. `web_app.py`, `web_mule.py`: what the
   server imports.
 - `bodies.py`: what the bodies note, and what follows from it: overlaps, lost, run twice.
@@ -22,5 +23,6 @@ first, then `brokers.py`, then `story.py`. Nothing of `tests` is imported here.
   `web_servers.py`, `lock_nodes.py`: the neighbours, one file for each kind.
 - `page.py`: writes the page that shows the rows.
 - `own_servers.py`: the story on servers that the command line names.
-- `controls.py`, `unlocked_app.py`: runs that have to find a fault, such as tasks without a lock.
+- `controls.py`, `unlocked_app.py`, `refused_start.py`: runs that have to find a fault, such as
+  tasks without a lock.
 """

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import datetime as dt
+import functools
 import shutil
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from importlib import import_module
 from pathlib import Path
 
 from example_worker.bootstrap import ensure
-from neighbours.environment import REPOSITORY, cache, environment, versions
+from neighbours.environment import REPOSITORY, built_wheel, cache, environment, versions
 from neighbours.own_servers import add_options, own_servers, setup_of
 from neighbours.page import write_page
 from neighbours.row import CONTROLS, KINDS, NOT_RUN, ROWS, Neighbour, Row, write_rows
@@ -88,7 +89,9 @@ def publishable(neighbour: Neighbour) -> Row | None:
     folder = Path(tempfile.mkdtemp(prefix="run-", dir=cache()))
     print(f"{neighbour.name}: in {folder}", flush=True)
     try:
-        python = environment(neighbour.requirements, neighbour.python)
+        built_wheel()
+        built_of = commit()  # now, and not after a run, in which the checkout may change
+        python = environment(neighbour.requirements, neighbour.python, forced=neighbour.forced)
         run = Run(python, folder)
         seen = neighbour.run(run)
     except Exception:  # of any neighbour; the others are run all the same
@@ -108,11 +111,12 @@ def publishable(neighbour: Neighbour) -> Row | None:
         versions={**run.versions, **own},
         beside={name: installed[name] for name in IN_EACH_RUN if name in installed},
         date=dt.datetime.now(dt.UTC).date().isoformat(),
-        commit=commit(),
+        commit=built_of,
         seen={name: value for name, value in asdict(seen).items() if value},
     )
 
 
+@functools.cache  # as the wheel is built once for a process
 def commit() -> str:
     """Return the last commit that changed the package, with "+" if it has changed since."""
     git = ["git", "-C", str(REPOSITORY)]

@@ -22,6 +22,15 @@ def new_relic(run: Run, lines: tuple[str, ...] = ()) -> Seen:
     return watched(run, "new relic", ("newrelic-admin", "run-program"), lines=lines)
 
 
+def crons(run: Run, *, excluded: bool) -> Seen:
+    """Run periodic tasks beside Sentry Crons. excluded: from the check-ins of beat."""
+    return run.story(
+        module="neighbours.crons_story", app="neighbours.crons_app", concurrency=4, patience=120.0,
+        more={"excluded": excluded},
+    )  # fmt: skip
+
+
+SENTRY = ("sentry-sdk==2.75.0",)
 NEW_RELIC = ("newrelic==14.1.0",)
 IGNORE = "error_collector.ignore_classes = celery.exceptions:Ignore celery_redlock.errors:Deferred"
 
@@ -31,7 +40,17 @@ NEIGHBOURS: tuple[Neighbour, ...] = (
         "agents",
         "A deferred or skipped try is a transaction with the status aborted, and no error.",
         partial(watched, agent="sentry"),
-        ("sentry-sdk==2.75.0",),
+        SENTRY,
+    ),
+    Neighbour(
+        "Sentry Crons",
+        "agents",
+        "A skipped run has no check-in, and a deferred one has it as it runs; without the setting, "
+        "the check-in that beat opens for a skipped run is never closed.",
+        partial(crons, excluded=True),
+        SENTRY,
+        verdict=WITH_SETTING,
+        setting="`exclude_beat_tasks=[ENTRY]`, and `sentry_sdk.monitor` around the body",
     ),
     Neighbour(
         "OpenTelemetry",

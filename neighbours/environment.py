@@ -38,12 +38,12 @@ def distribution_of(requirement: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def environment(requirements: Iterable[str], version: str = "") -> Path:
+def environment(requirements: Iterable[str], version: str = "", *, forced: bool = False) -> Path:
     """Return the Python of an environment with these requirements and the package.
 
-    version: of Python, such as "3.13"; "" means that of this process. It is made if there is none
-    with the same requirements. Raises subprocess.CalledProcessError if one cannot be installed;
-    uv's message is on stderr.
+    version: of Python, such as "3.13"; "" means that of this process. forced: they hold against
+    what the package requires. It is made if there is none with the same requirements. Raises
+    subprocess.CalledProcessError if one cannot be installed; uv's message is on stderr.
     """
     pinned = {distribution_of(each): each for each in (*REQUIRED, *requirements)}
     chosen = sorted(pinned.values())
@@ -59,7 +59,12 @@ def environment(requirements: Iterable[str], version: str = "") -> Path:
     wheel = built_wheel()
     digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
     if not stamp.exists() or stamp.read_text() != digest:
-        _install(python, "--reinstall-package", "celery-redlock", str(wheel))
+        words = ("--reinstall-package", "celery-redlock", str(wheel))
+        if forced:
+            overrides = home / "overrides.txt"
+            overrides.write_text("\n".join(chosen))
+            words = ("--override", str(overrides), *words)
+        _install(python, *words)
         stamp.write_text(digest)
     return python
 

@@ -57,6 +57,7 @@ class Neighbour:
     CONTROLS. run: starts what it needs, and returns what it saw; None if it is not run.
     requirements: exact, such as "SQLAlchemy==2.1.9"; Celery, kombu and redis-py are always there.
     distributions: those of which the row gives the version; empty means all of the requirements.
+    forced: they hold against what the package requires.
     python: the release that it needs, such as "3.13"; empty means that of the run.
     verdict: one of `VERDICTS`. sentence: what a reader has to know. setting: without which it does
     not work. error: a part of the error with which it is refused.
@@ -70,6 +71,7 @@ class Neighbour:
     run: Callable[[Run], Seen] | None = None
     requirements: tuple[str, ...] = ()
     distributions: tuple[str, ...] = ()
+    forced: bool = False
     python: str = ""
     verdict: str = WORKS
     setting: str = ""

@@ -39,7 +39,7 @@ class Run:
 
         Without a broker, a backend or nodes, it starts Valkey servers for them.
         """
-        return self.beside_servers("neighbours.story", env, **setup)
+        return self.beside_servers(module, env, **setup)
 
     def beside_servers(
         self, module: str, env: Mapping[str, str] | None = None, **setup: Any

@@ -20,6 +20,7 @@ TENANTS = {
     "INSTALLED_APPS": ["django_tenants", "neighbours.tenants", "django.contrib.contenttypes"],
     "DEFAULT_AUTO_FIELD": "django.db.models.AutoField",
 }
+TENANT_REQUIREMENTS = ("django-tenants==4.0.1", DJANGO, PSYCOPG)
 IN_DJANGO = {"DJANGO_SETTINGS_MODULE": "neighbours.django_site"}
 
 
@@ -87,7 +88,7 @@ NEIGHBOURS = (
         "Over Redis, a killed worker's messages come back after the visibility timeout: its "
         "callable key might mean no lock.",
         partial(tenants, alone=False),
-        requirements=("tenant-schemas-celery==5.0.0", "django-tenants==4.0.1", DJANGO, PSYCOPG),
+        requirements=("tenant-schemas-celery==5.0.0", *TENANT_REQUIREMENTS),
         distributions=("tenant-schemas-celery", "django-tenants", "django"),
         verdict=WITH_SETTING,
         setting="base=LockedTenantTask, of LockedTask and TenantTask, and the tenant in lock_key",
@@ -97,7 +98,7 @@ NEIGHBOURS = (
         "task_classes",
         "Celery would run its body in the schema public, and log why.",
         partial(tenants, alone=True),
-        requirements=("tenant-schemas-celery==5.0.0", "django-tenants==4.0.1", DJANGO, PSYCOPG),
+        requirements=("tenant-schemas-celery==5.0.0", *TENANT_REQUIREMENTS),
         distributions=("tenant-schemas-celery", "django-tenants", "django"),
         verdict=REFUSED,
         error="derive one class from LockedTask and TenantTask",

@@ -174,6 +174,35 @@ def test_a_required_name_that_is_not_there_is_named_at_the_import(
     assert re.search(r"It works with \w+ \d+\.\d+ to \d+\.\d+", first), first
 
 
+@pytest.mark.parametrize(
+    ("package", "version", "oldest"),
+    [("celery", "5.5.3", "5.6"), ("celery", "4.4.7", "5.6"), ("redis", "4.6.0", "5.0")],
+)
+def test_an_older_version_than_the_package_requires_is_refused_at_the_import(
+    package: str, version: str, oldest: str
+) -> None:
+    """An installer may leave out what a wheel requires, and an older Celery has all names."""
+    done = run(f"import {package}\n{package}.__version__ = {version!r}\nimport celery_redlock")
+    assert done.returncode
+    assert done.stderr.splitlines()[-1].startswith(
+        f"celery_redlock.errors.SettingsError: environment: {package}={version}: must be at least "
+        f"{oldest}: pip install '{package}>={oldest}'"
+    )
+
+
+def test_the_oldest_versions_are_those_that_the_wheel_requires() -> None:
+    text = (PACKAGE.parent / "pyproject.toml").read_text(encoding="utf-8")
+    required = dict(re.findall(r'^    "(\w+)(?:\[\w+\])?>=([\d.]+)",', text, re.MULTILINE)[:3])
+    for package in compatibility.REQUIRED:
+        assert compatibility.TESTED_VERSIONS[package][0] == required[package]
+
+
+@pytest.mark.parametrize("version", ["5.6.0rc1", "5.6.0", "development"])
+def test_a_version_that_is_not_older_is_imported(version: str) -> None:
+    done = run(f"import celery\ncelery.__version__ = {version!r}\nimport celery_redlock")
+    assert done.returncode == 0, done.stderr
+
+
 OTHER_IN_WORKERS = """
 from celery import Celery
 from celery.exceptions import ImproperlyConfigured

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from argparse import ArgumentParser
 from dataclasses import replace
 from importlib import import_module
@@ -38,6 +39,7 @@ from neighbours.row import (
     Row,
     read_rows,
 )
+from neighbours.run import Run
 from tests.pages import ROOT
 from tests.prose import MOST_WORDS, habits, long_sentences
 
@@ -258,3 +260,13 @@ def test_a_setting_that_is_no_json_is_refused(
     with pytest.raises(SystemExit):
         parser.parse_args(["--broker", "sqs://", "--conf", text])
     assert f"'{text}' is not NAME=JSON: write text as NAME='" in capsys.readouterr().err
+
+
+def test_a_story_of_another_module_is_told_by_that_module(tmp_path: Path) -> None:
+    (tmp_path / "told.py").write_text(
+        "from pathlib import Path\n"
+        'Path("seen.json").write_text(\'{"overlaps": 7, "differences": ["told"]}\')'
+    )
+    run = Run(Path(sys.executable), tmp_path)
+    seen = run.story(module="told", broker="b", backend="b", nodes=("n",))
+    assert (seen.overlaps, seen.differences) == (7, ("told",))
