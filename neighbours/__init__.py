@@ -21,6 +21,7 @@ first, then `brokers.py`, then `story.py`. Nothing of `tests` is imported here.
 - `bodies.py`: what the bodies note, and what follows from it: overlaps, lost, run twice.
 - `brokers.py`, `backends.py`, `schedulers.py`, `agents.py`, `task_classes.py`, `applications.py`,
   `web_servers.py`, `lock_nodes.py`: the neighbours, one file for each kind.
+- `adopted/`: the settings of each application, and a plugin with the tasks of the story.
 - `page.py`: writes the page that shows the rows.
 - `own_servers.py`: the story on servers that the command line names.
 - `controls.py`, `unlocked_app.py`, `refused_start.py`: runs that have to find a fault, such as

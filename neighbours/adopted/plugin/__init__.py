@@ -1,0 +1,1 @@
+"""A plugin of an application: its tasks are the story's, and know nothing of locks."""
