@@ -17,7 +17,6 @@ from example_worker.bootstrap import REPOSITORY, ensure
 from tests.changes import PAGES, STORES, changed, touches
 
 SIDE_BY_SIDE = 6  # tests: most of them wait for servers and workers
-SIDE_BY_SIDE_OF_ALL = 4  # many of the slow ones have several workers each
 LINT = (("ruff", "check"), ("ruff", "format", "--check"))
 TYPES = ("mypy", "celery_redlock", "celery_redlock_entry.py", "pytest_celery_redlock.py")
 ALL_TYPES = ("mypy",)  # and the other trees that pyproject.toml names
@@ -51,8 +50,7 @@ def main() -> int:
     checks = not (given.tests_only or given.pages or words)
     with busy(given.busy), beside(checks_of(every=given.all) if checks else []) as failed:
         # tests that share a worker run in one process: they are in one group
-        count = SIDE_BY_SIDE_OF_ALL if given.all else SIDE_BY_SIDE
-        side_by_side = ["-n", str(count), "--dist", "loadgroup"]
+        side_by_side = ["-n", str(SIDE_BY_SIDE), "--dist", "loadgroup"]
         if plan and not CACHE.exists():  # else all processes of the first run would compile all
             pytest("--collect-only", "-q", stdout=subprocess.DEVNULL)
         status = pytest(*side_by_side, *plan, *words)

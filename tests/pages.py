@@ -74,7 +74,7 @@ class RunTable:
         told: list[str] = []
         for cell in self.rows()[event]:
             told.append(told[-1] if cell == "the same" else re.split("[,:]", cell)[0])
-        assert told == [*seen], event
+        assert told == [*seen], f"{event}: seen is {seen}, and told is {told}"
 
     def see_all_run(self) -> None:
         """Fail if a row has no test, or a test no row."""
