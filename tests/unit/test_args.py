@@ -154,7 +154,7 @@ class TestWhatIsWrong:
             resource(made, 1)
 
     def test_a_calls_name_that_a_task_lacks_is_found_at_the_call(self) -> None:
-        with pytest.raises(SettingsError, match=r"call: lock=\{'args': \.\.\.\}=\['nope'\]"):
+        with pytest.raises(SettingsError, match=r"call: lock=\{'args': \['nope'\]\}: "):
             plan().check_call({"args": ["nope"]})
 
     @pytest.mark.parametrize("key", ["x", ["x:{sku}", "y"], False, lambda *_: "x"])
@@ -169,7 +169,7 @@ class TestWhatIsWrong:
         for setting in ("redlock_queues", "redlock_tasks"):
             with pytest.raises(SettingsError, match=rf"{setting}\['x'\]\['args'\].*leave one out"):
                 plan({setting: {"x": both}})
-        with pytest.raises(SettingsError, match=r"call: lock=\{'args': \.\.\.\}=.*leave one out"):
+        with pytest.raises(SettingsError, match=r"call: lock=\{'args': \['sku'\]\}: .*leave one out"):
             plan().check_call(both)
 
     def test_one_may_be_none_beside_the_other(self) -> None:
