@@ -105,7 +105,7 @@ def unpack(archive: tarfile.TarFile, folder: Path) -> None:
     archive.extractall(folder, **safe)
 
 
-def eventually(condition: Callable[[], T], within: float = 180.0) -> T:
+def eventually(condition: Callable[[], T], within: float = 90.0) -> T:
     """Return what a condition gives once it is true; fails where it is not within so many s."""
     end = time.monotonic() + within
     while not (value := condition()):
