@@ -23,7 +23,7 @@ DECIDING_OPTIONS = (
     "on_unreachable",
 )  # options that say whether a run is sure to hold a lock
 PREFIX = "redlock-"  # of the name of each worker lease
-ORIGIN_DIGITS = 8  # of that name, by `redlock_prefix`: workers with another one know not its leases
+ORIGIN_DIGITS = 8  # of that name, by `redlock_prefix`: workers with another one do not know them
 _LEASE = re.compile(rf"{PREFIX}[0-9a-f]{{32}}")
 
 
